@@ -1,0 +1,1 @@
+"""Making data: samples, answers by the target, plan, extraction, the named datasets."""

@@ -1,0 +1,1 @@
+"""How a dump is proven to belong to a request."""

@@ -1,0 +1,5 @@
+"""Make, keep and use EAGLE-3 training data."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Talking to an SGLang server, and starting one."""

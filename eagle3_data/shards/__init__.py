@@ -1,0 +1,1 @@
+"""Shards: layout, writer, reader, index."""

@@ -1,0 +1,1 @@
+"""Using data: loader, draft model, losses, trainer, export, evaluation."""

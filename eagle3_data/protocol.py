@@ -111,6 +111,8 @@ class SpoolConfig:
     """Threads that write dumps."""
     temp_age_s: float = 900.0
     """Unfinished temporary files (aborted prompts) older than this are removed."""
+    shared_spool: bool = False
+    """The spool is one folder for all nodes of the server; needed when data-parallel ranks sit on several nodes."""
 
     def __post_init__(self) -> None:
         if self.layers is not None:

@@ -1,1 +1,19 @@
-"""Shards: layout, writer, reader, index."""
+"""Shards: layout, writer, reader, index. Names load on first use, so that listing them imports nothing heavy."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eagle3_data.shards.reader import COLUMNS, ShardSet
+    from eagle3_data.shards.writer import OpenShard, Place
+
+__all__ = ["COLUMNS", "OpenShard", "Place", "ShardSet"]
+_HOMES = {"COLUMNS": "reader", "ShardSet": "reader", "OpenShard": "writer", "Place": "writer"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

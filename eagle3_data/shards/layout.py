@@ -1,0 +1,135 @@
+"""Where every byte of a sample lies in a shard. Pure arithmetic: known from the token count alone, before capture.
+
+One sample is one block of a USTAR archive (N tokens):
+
+    512   tar header of {key}.json
+    1024  JSON of `SampleRecord`, padded with spaces
+    512   tar header of {key}.safetensors
+    512   safetensors header, padded with spaces, so that tensor data is 64-byte aligned in the member
+    ...   aux_hidden_states, last_hidden_state, input_ids, loss_mask
+    pad   to 512
+
+An archive ends with 1024 zero bytes. So a sample's offset in its shard is a sum of token counts, the samples can be
+written in any order, and the same samples always give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from eagle3_data.capture import CaptureSpec
+from eagle3_data.errors import ConfigError
+from eagle3_data.protocol import parse_strict, safetensors_header, tensor_bytes
+
+TAR_BLOCK = 512
+JSON_BYTES = 1024
+HEADER_BYTES = 512
+HEAD_BYTES = TAR_BLOCK + JSON_BYTES + TAR_BLOCK
+"""From the start of a sample's block to its safetensors member."""
+END_BYTES = 2 * TAR_BLOCK
+MAX_MEMBER_BYTES = 8 * 2**30 - 1
+"""USTAR writes sizes as 11 octal digits."""
+MAX_ARROW_BYTES = 2**31 - 2
+"""Above this a sample cannot go through an Arrow binary column, so plain `datasets` cannot read it."""
+MAX_ID_BYTES = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleRecord:
+    """The JSON member of one sample."""
+
+    key: str
+    id: str
+    """The user's own id of the conversation."""
+    tokens: int
+    supervised: int
+    """Tokens with loss_mask 1."""
+    ids_digest: str
+    next_token: int
+    """The server's top-1 token after the last one."""
+    checksum: str
+    """XXH3-128 of the stored state tensors, hex `aux:last` (`aux` alone when no last state is stored)."""
+
+    def to_json(self) -> bytes:
+        """Exactly JSON_BYTES bytes. Raises ConfigError for an id that does not fit."""
+        text = json.dumps(asdict(self), separators=(",", ":")).encode()
+        if len(text) > JSON_BYTES:
+            raise ConfigError(f"sample {self.key}: its id takes more than {MAX_ID_BYTES} bytes", next="shorten the id")
+        return text + b" " * (JSON_BYTES - len(text))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> SampleRecord:
+        """Raises ValueError when the bytes are not such a record."""
+        loaded: Any = json.loads(data)
+        try:
+            return cls(**parse_strict(cls, loaded, "sample record"))
+        except TypeError as error:
+            raise ValueError(f"sample record: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Offsets of one sample's parts from the start of its block, in bytes."""
+
+    tokens: int
+    member_bytes: int
+    """Size of the safetensors member: header and tensors."""
+    state_bytes: int
+    """Aux and last state together; they start at `states`."""
+
+    member = HEAD_BYTES
+    states = HEAD_BYTES + HEADER_BYTES
+
+    @property
+    def tail(self) -> int:
+        """Start of input_ids; loss_mask follows."""
+        return self.states + self.state_bytes
+
+    @property
+    def total(self) -> int:
+        return HEAD_BYTES + self.member_bytes + -self.member_bytes % TAR_BLOCK
+
+
+def block_layout(spec: CaptureSpec, tokens: int) -> BlockLayout:
+    state_bytes = tokens * spec.state_bytes_per_token
+    return BlockLayout(tokens, HEADER_BYTES + state_bytes + 5 * tokens, state_bytes)
+
+
+def block_sizes(spec: CaptureSpec, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """`block_layout(...).total` for many samples at once: int64 [N]."""
+    member = HEADER_BYTES + tokens.astype(np.int64) * (spec.state_bytes_per_token + 5)
+    return HEAD_BYTES + (member + TAR_BLOCK - 1) // TAR_BLOCK * TAR_BLOCK
+
+
+def tar_header(name: str, size: int) -> bytes:
+    """512 bytes, reproducible: mode 0644, no owner, time 0."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode, info.mtime = size, 0o644, 0
+    return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+def block_head(record: SampleRecord, layout: BlockLayout) -> bytes:
+    """Everything before the safetensors member."""
+    json_member = tar_header(f"{record.key}.json", JSON_BYTES) + record.to_json()
+    return json_member + tar_header(f"{record.key}.safetensors", layout.member_bytes)
+
+
+def member_header(spec: CaptureSpec, tokens: int) -> bytes:
+    """The safetensors header of a stored sample: HEADER_BYTES bytes."""
+    return safetensors_header(spec.tensors(tokens), reserve=HEADER_BYTES)
+
+
+def state_ranges(spec: CaptureSpec, tokens: int) -> list[tuple[int, int]]:
+    """(start, end) of each state tensor from the start of the states: aux, then last when stored."""
+    ranges, start = [], 0
+    for _, dtype, shape in spec.tensors(tokens)[: 1 + (spec.last == "hidden")]:
+        end = start + tensor_bytes(dtype, shape)
+        ranges.append((start, end))
+        start = end
+    return ranges

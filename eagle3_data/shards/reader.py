@@ -1,0 +1,165 @@
+"""Random access to sealed shards by mmap: tensors are views of the page cache, nothing is copied or unpickled."""
+
+from __future__ import annotations
+
+import functools
+import json
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from eagle3_data.capture import CaptureSpec
+from eagle3_data.errors import ConfigError, ShardCorrupt
+from eagle3_data.manifest import Manifest
+from eagle3_data.protocol import AUX, IDS, LAST, MASK
+from eagle3_data.shards.index import read_index
+
+COLUMNS = (AUX, LAST, IDS, MASK)
+TORCH_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+MAX_HEADER_BYTES = 1 << 20
+
+
+def parse_header(data: bytes | memoryview, nbytes: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
+    """{name: (dtype, shape, start, end)} of the safetensors member `data[:nbytes]`; offsets from the member's start.
+
+    Raises ShardCorrupt unless the tensors have known dtypes, the sizes of their shapes, and fill the member without
+    gaps or overlaps; a file from a mirror is not trusted.
+    """
+    if nbytes < 8:
+        raise ShardCorrupt("safetensors member is shorter than its length prefix")
+    (size,) = struct.unpack_from("<Q", data)
+    if size > min(MAX_HEADER_BYTES, nbytes - 8):
+        raise ShardCorrupt(f"safetensors header claims {size} bytes in a member of {nbytes}")
+    try:
+        header: dict[str, Any] = json.loads(bytes(data[8 : 8 + size]))
+        entries = [
+            (name, TORCH_DTYPES[entry["dtype"]], [int(n) for n in entry["shape"]], *map(int, entry["data_offsets"]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ShardCorrupt(f"safetensors header is malformed: {error!r}") from error
+    base, end, tensors = 8 + size, 0, {}
+    for name, dtype, shape, low, high in sorted(entries, key=lambda entry: entry[3:]):
+        count = dtype.itemsize
+        for n in shape:
+            count *= n
+        if low != end or high - low != count or min(shape, default=0) < 0:
+            raise ShardCorrupt(f"tensor {name}: offsets {low}..{high} do not fit its shape {shape} or its neighbours")
+        tensors[name] = (dtype, shape, base + low, base + high)
+        end = high
+    if base + end != nbytes:
+        raise ShardCorrupt(f"safetensors member has {nbytes} bytes, its tensors need {base + end}")
+    return tensors
+
+
+def tensors_at(
+    buffer: mmap.mmap | memoryview, offset: int, nbytes: int, columns: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """The named tensors of the member at `offset`, as views of `buffer`. Raises ShardCorrupt, KeyError."""
+    if offset < 0 or offset + nbytes > len(buffer):
+        raise ShardCorrupt(f"member at {offset} with {nbytes} bytes lies outside a shard of {len(buffer)} bytes")
+    with memoryview(buffer) as whole, whole[offset : offset + nbytes] as member:
+        layout = parse_header(member, nbytes)
+    tensors = {}
+    for name in columns:
+        dtype, shape, low, high = layout[name]
+        count = (high - low) // dtype.itemsize
+        flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset + low) if count else torch.empty(0)
+        tensors[name] = flat.to(dtype).reshape(shape)
+    return tensors
+
+
+@functools.lru_cache(maxsize=256)
+def map_shard(path: str, size: int, mtime_ns: int) -> mmap.mmap:
+    """A private mapping: writes into a returned tensor stay in this process (and torch does not warn)."""
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+class ShardSet:
+    """The sealed samples of one build folder, in the order of the shards.
+
+    `keys`: list of N keys; `tokens`: int32 [N]; `capture`: the CaptureSpec; `fingerprint`: names the content.
+    Cheap to pickle (the folder and the index), so that it travels to worker processes.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, index: pa.Table) -> None:
+        self.folder, self.manifest, self.index = folder, manifest, index
+        self.tokens: npt.NDArray[np.int32] = index.column("tokens").to_numpy()
+        self._shards = index.column("shard").combine_chunks().dictionary_encode()
+        self._shard_codes = self._shards.indices.to_numpy()
+        self._shard_names: list[str] = self._shards.dictionary.to_pylist()
+        self._offsets = index.column("offset").to_numpy()
+        self._nbytes = index.column("nbytes").to_numpy()
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> ShardSet:
+        """A finished or growing build. Raises ConfigError when it is none, ShardCorrupt when the index is short."""
+        path = Path(folder)
+        manifest = Manifest.load(path)
+        return cls(path, manifest, read_index(path, manifest))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardSet, (self.folder, self.manifest, self.index)
+
+    @functools.cached_property
+    def keys(self) -> list[str]:
+        keys: list[str] = self.index.column("key").to_pylist()
+        return keys
+
+    @property
+    def capture(self) -> CaptureSpec:
+        return self.manifest.spec
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest.content_id
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(name for name in COLUMNS if name != LAST or self.capture.last == "hidden")
+
+    def shard_of(self, i: int) -> str:
+        return self._shard_names[self._shard_codes[i]]
+
+    def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+        """Tensors of sample `i` as views of the mapped shard; only the pages of the named columns are touched.
+
+        aux_hidden_states [T, L*W] and last_hidden_state [T, W] in the capture dtype, input_ids int32 [T],
+        loss_mask uint8 [T]. Raises ShardCorrupt when the bytes are not such a sample, ConfigError for a column that
+        the data set does not have.
+        """
+        wanted = self.columns if columns is None else columns
+        for name in wanted:
+            if name not in self.columns:
+                raise ConfigError(f"no column {name!r} in {self.folder}; it has {', '.join(self.columns)}")
+        path = self.folder / "data" / self.shard_of(i)
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            raise ShardCorrupt(
+                f"shard {path.name} is in the manifest and not on disk", next="eagle3-data verify, or pull it again"
+            ) from None
+        buffer = map_shard(str(path), stat.st_size, stat.st_mtime_ns)
+        try:
+            return tensors_at(buffer, int(self._offsets[i]), int(self._nbytes[i]), wanted)
+        except ShardCorrupt as error:
+            raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error

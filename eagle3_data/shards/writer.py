@@ -1,0 +1,256 @@
+"""An open shard: a hidden file with a fixed place for every planned sample, filled in any order, sealed once.
+
+Each placed sample is read back from the file and its checksum compared with the server's, then noted in a sidecar
+(`.{name}.placed`, one JSON line). A crash loses nothing that was placed: a resume checks each noted sample against its
+checksum and keeps what holds. Only at the seal does the file get its final name, and only then a row in the manifest.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+
+from eagle3_data import durable
+from eagle3_data.capture import CaptureSpec
+from eagle3_data.errors import DiskFull, DumpCorrupt
+from eagle3_data.manifest import ShardRow
+from eagle3_data.shards.index import IndexRow, write_part
+from eagle3_data.shards.layout import (
+    END_BYTES,
+    BlockLayout,
+    SampleRecord,
+    block_head,
+    block_layout,
+    member_header,
+    state_ranges,
+)
+
+COPY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One planned sample and where it goes."""
+
+    key: str
+    id: str
+    tokens: int
+    offset: int
+    """Of its block in the shard, bytes."""
+
+
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:06d}.tar"
+
+
+def write_at(fd: int, data: bytes, offset: int) -> None:
+    """`pwrite` until all is written; a short write is how a full disk can begin."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def copy_range(source: int, source_offset: int, target: int, target_offset: int, count: int) -> None:
+    """Move `count` bytes between files inside the kernel. Raises DumpCorrupt at an early end, OSError otherwise."""
+    os.lseek(target, target_offset, os.SEEK_SET)
+    done = 0
+    while done < count:
+        # sendfile, not copy_file_range: the latter fails from tmpfs to another file system
+        sent = os.sendfile(target, source, source_offset + done, min(count - done, 1 << 30))
+        if sent == 0:
+            raise DumpCorrupt(f"dump ends {count - done} bytes early")
+        done += sent
+
+
+class OpenShard:
+    """Not thread-safe as a whole; `write` may run in several threads for different samples."""
+
+    def __init__(self, folder: Path, name: str, places: Sequence[Place], spec: CaptureSpec) -> None:
+        self.folder, self.name, self.spec = folder, name, spec
+        self.places = {place.key: place for place in places}
+        self.records: dict[str, SampleRecord] = {}
+        self.failed: set[str] = set()
+        self.final = folder / "data" / name
+        self.path = durable.hidden(self.final)
+        self._notes_path = self.final.with_name(f".{name}.placed")
+        self.final.parent.mkdir(parents=True, exist_ok=True)
+        self._restore()
+        self._notes = open(self._notes_path, "a", buffering=1)  # noqa: SIM115 - closed at the seal
+
+    @property
+    def pending(self) -> list[str]:
+        return [key for key in self.places if key not in self.records and key not in self.failed]
+
+    @property
+    def bytes_placed(self) -> int:
+        return sum(self._layout(self.places[key]).total for key in self.records)
+
+    def write(
+        self, record: SampleRecord, source: int, states_at: int, ids: Sequence[int], mask: bytes
+    ) -> str:
+        """Put one sample in its place; `source` is the dump's descriptor, `states_at` where its states start.
+
+        Returns the digest of the ids and the mask, for `settle`. Raises DumpCorrupt when the bytes that arrived do not
+        give `record.checksum`, DiskFull when there is no space.
+        """
+        place = self.places[record.key]
+        layout = self._layout(place)
+        head = block_head(record, layout) + member_header(self.spec, place.tokens)
+        tail = array("i", ids).tobytes() + mask
+        tail += bytes(layout.total - layout.tail - len(tail))
+        target = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            copy_range(source, states_at, target, place.offset + layout.states, layout.state_bytes)
+            write_at(target, head, place.offset)
+            write_at(target, tail, place.offset + layout.tail)
+            if self._checksum(target, place, layout) != record.checksum:
+                raise DumpCorrupt(f"sample {record.key}: its states do not give the server's checksum")
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise DiskFull(f"no space for {self.final}") from error
+            raise
+        finally:
+            os.close(target)
+        return xxhash.xxh3_64_hexdigest(tail)
+
+    def settle(self, record: SampleRecord, tail_digest: str) -> None:
+        """Count a sample that `write` has put in its place."""
+        self.records[record.key] = record
+        note = {"record": asdict(record), "tail": tail_digest}
+        self._notes.write(json.dumps(note, separators=(",", ":")) + "\n")
+
+    def give_up(self, key: str) -> None:
+        """Leave a failed sample out; the seal closes its gap."""
+        self.failed.add(key)
+
+    def seal(self) -> ShardRow | None:
+        """Close the gaps of failed samples, make the file durable, give it its name. None when nothing was saved.
+
+        The caller appends the returned row to the manifest and then calls `forget`.
+        """
+        if self.pending:
+            raise AssertionError(f"{self.name}: sealed with {len(self.pending)} samples open")
+        if not self.records:
+            return None
+        rows, end = [], 0
+        with open(self.path, "r+b") as file:
+            for place in self.places.values():
+                record = self.records.get(place.key)
+                if record is None:
+                    continue
+                layout = self._layout(place)
+                if place.offset != end:
+                    _move_left(file.fileno(), place.offset, end, layout.total)
+                rows.append(
+                    IndexRow(
+                        key=place.key,
+                        id=record.id,
+                        shard=self.name,
+                        offset=end + layout.member,
+                        nbytes=layout.member_bytes,
+                        tokens=place.tokens,
+                        supervised=record.supervised,
+                        next_token=record.next_token,
+                        checksum=record.checksum,
+                    )
+                )
+                end += layout.total
+            file.truncate(end)
+            file.truncate(end + END_BYTES)
+            os.fsync(file.fileno())
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+                digest = xxhash.xxh3_128_hexdigest(view)
+        row = ShardRow(
+            name=self.name,
+            samples=len(rows),
+            tokens=sum(index.tokens for index in rows),
+            nbytes=end + END_BYTES,
+            xxh3=digest,
+        )
+        write_part(self.folder, row, rows)
+        os.replace(self.path, self.final)
+        durable.fsync_dir(self.final.parent)
+        return row
+
+    def flush(self) -> None:
+        """Make what was placed durable without sealing (the end of an interrupted run)."""
+        if self.path.exists():
+            durable.fsync_file(self.path)
+        os.fsync(self._notes.fileno())
+
+    def close(self) -> None:
+        self._notes.close()
+
+    def forget(self) -> None:
+        """After the manifest has the shard: the notes are no longer needed."""
+        self.close()
+        self._notes_path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def _layout(self, place: Place) -> BlockLayout:
+        return block_layout(self.spec, place.tokens)
+
+    def _checksum(self, fd: int, place: Place, layout: BlockLayout) -> str:
+        start = place.offset + layout.states
+        base = start - start % mmap.ALLOCATIONGRANULARITY
+        shift = start - base
+        with mmap.mmap(fd, shift + layout.state_bytes, offset=base, access=mmap.ACCESS_READ) as view:
+            whole = memoryview(view)
+            ranges = state_ranges(self.spec, place.tokens)
+            digests = []
+            for low, high in ranges:
+                part = whole[shift + low : shift + high]
+                digests.append(xxhash.xxh3_128_hexdigest(part))
+                part.release()
+            whole.release()
+        return ":".join(digests)
+
+    def _restore(self) -> None:
+        """Keep what an earlier run placed, sample by sample, where the bytes still are what was noted."""
+        if not (self._notes_path.exists() and self.path.exists()):
+            return
+        kept = []
+        with open(self.path, "rb") as file:
+            for line in self._notes_path.read_text().splitlines():
+                try:
+                    note = json.loads(line)
+                    record, tail = SampleRecord(**note["record"]), note["tail"]
+                except (ValueError, TypeError, KeyError):
+                    break  # the torn last line of a killed run
+                if self._holds(file.fileno(), record, tail):
+                    self.records[record.key] = record
+                    kept.append(line)
+        durable.write_text(self._notes_path, "".join(f"{line}\n" for line in kept))
+
+    def _holds(self, fd: int, record: SampleRecord, tail: str) -> bool:
+        place = self.places.get(record.key)
+        if place is None or place.tokens != record.tokens:
+            return False
+        layout = self._layout(place)
+        if place.offset + layout.total > os.fstat(fd).st_size:
+            return False
+        head = block_head(record, layout) + member_header(self.spec, place.tokens)
+        return (
+            os.pread(fd, len(head), place.offset) == head
+            and xxhash.xxh3_64_hexdigest(os.pread(fd, layout.total - layout.tail, place.offset + layout.tail)) == tail
+            and self._checksum(fd, place, layout) == record.checksum
+        )
+
+
+def _move_left(fd: int, source: int, target: int, count: int) -> None:
+    done = 0
+    while done < count:
+        data = os.pread(fd, min(COPY_BYTES, count - done), source + done)
+        if not data:
+            raise DumpCorrupt("shard ends early while its gaps are closed")
+        write_at(fd, data, target + done)
+        done += len(data)

@@ -1,0 +1,168 @@
+"""The target's chat template as a function from messages to text, and what can be learnt of it by rendering.
+
+Nothing here reads the template's source: switches, reasoning fields and argument forms are found by rendering small
+conversations and comparing the results.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from eagle3_data.builders.samples.messages import REASONING_FIELDS, ArgumentsForm, Conversation, Message, ToolCall
+from eagle3_data.errors import ConfigError, SampleError
+
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates turn thinking on and off (Qwen3, GLM; DeepSeek-V3.1, Kimi-K2.5)."""
+
+PROBE = (Message(role="user", content="a"),)
+
+
+class TemplateFailed(SampleError):
+    """The template raised on this conversation (roles out of order, a field it needs)."""
+
+    reason = "template"
+
+
+class ChatTemplate:
+    """Renders with the tokenizer's own `apply_chat_template`, or with its compiled template where that is the same."""
+
+    def __init__(self, tokenizer: Any, *, kwargs: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer, self.kwargs = tokenizer, dict(kwargs or {})
+        source = getattr(tokenizer, "chat_template", None)
+        if not source and _is_stock(tokenizer):
+            raise ConfigError(
+                "the tokenizer has no chat template",
+                next="samples need the template that serving uses; put chat_template.jinja beside the tokenizer",
+            )
+        self.source = source if isinstance(source, str) else json.dumps(source, sort_keys=True)
+        self._compiled = _compiled(tokenizer) if isinstance(source, str) and _is_stock(tokenizer) else None
+
+    @cached_property
+    def digest(self) -> str:
+        """128-bit BLAKE2b of the template's source, as hex."""
+        return hashlib.blake2b((self.source or "").encode(), digest_size=16).hexdigest()
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        generation: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text, ending with the generation prompt when `generation`. Raises TemplateFailed if the template does."""
+        extra = {**self.kwargs, **(kwargs or {})}
+        schemas = list(tools) or None
+        try:
+            if self._compiled is not None:
+                return self._compiled(
+                    messages=messages, tools=schemas, documents=None, add_generation_prompt=generation, **extra
+                )
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=schemas, add_generation_prompt=generation, tokenize=False, **extra
+                )
+            )
+        except Exception as error:  # a template may raise anything at all
+            raise TemplateFailed(f"the chat template refuses the conversation: {_short(error)}") from error
+
+    @cached_property
+    def thinking_switches(self) -> tuple[str, ...]:
+        """The variables among THINKING_SWITCHES that change the generation prompt or the rendered turn."""
+        return tuple(name for name in THINKING_SWITCHES if self._switch_matters(name))
+
+    def _switch_matters(self, name: str) -> bool:
+        prompt = [message.to_dict(reasoning_field="", arguments="dict", parts=False) for message in PROBE]
+        try:
+            on, off = (self.render(prompt, generation=True, kwargs={name: value}) for value in (True, False))
+        except TemplateFailed:
+            return False
+        return on != off
+
+    @cached_property
+    def reasoning_field(self) -> str:
+        """The message field whose text the template renders as reasoning; `reasoning_content` when it renders none."""
+        call = ToolCall(name="f", arguments={}, id="c1")
+        for turn in (
+            Message(role="assistant", content="b", reasoning="r"),
+            Message(role="assistant", reasoning="r", tool_calls=(call,)),
+        ):
+            for name in REASONING_FIELDS:
+                try:
+                    with_it = self._probe_turn(turn, name)
+                    without = self._probe_turn(Message("assistant", turn.content, "", turn.tool_calls), name)
+                except TemplateFailed:
+                    continue
+                if with_it != without:
+                    return name
+        return REASONING_FIELDS[0]
+
+    def _probe_turn(self, turn: Message, field: str) -> str:
+        form = self.arguments_form
+        messages = [m.to_dict(reasoning_field=field, arguments=form, parts=False) for m in (*PROBE, turn)]
+        return self.render(messages, generation=False)
+
+    @cached_property
+    def arguments_form(self) -> ArgumentsForm:
+        """Objects, as SGLang passes them; JSON text for templates that can only take text."""
+        call = ToolCall(name="f", arguments={"k": "v"}, id="c1")
+        turn = (*PROBE, Message(role="assistant", tool_calls=(call,)))
+        forms: tuple[ArgumentsForm, ...] = ("dict", "string")
+        for form in forms:
+            try:
+                messages = [m.to_dict(reasoning_field="", arguments=form, parts=False) for m in turn]
+                self.render(messages, generation=False)
+            except TemplateFailed:
+                continue
+            return form
+        return "dict"
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether a list of text parts renders as its text; otherwise parts are joined by spaces, as SGLang does."""
+        turn = [{"role": "user", "content": [{"type": "text", "text": "zqx"}]}]
+        plain = [{"role": "user", "content": "zqx"}]
+        try:
+            return self.render(turn, generation=True) == self.render(plain, generation=True)
+        except TemplateFailed:
+            return False
+
+    def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """The dicts of a conversation in the form this template reads."""
+        has_parts = any(not isinstance(message.content, str) for message in conversation.messages)
+        has_calls = any(message.tool_calls for message in conversation.messages)
+        has_reasoning = any(message.reasoning for message in conversation.messages)
+        parts = has_parts and self.takes_parts
+        form: ArgumentsForm = self.arguments_form if has_calls else "dict"
+        field = self.reasoning_field if has_reasoning else ""
+        return [m.to_dict(reasoning_field=field, arguments=form, parts=parts) for m in conversation.messages]
+
+
+def _is_stock(tokenizer: Any) -> bool:
+    from transformers import PreTrainedTokenizerBase
+
+    own = getattr(type(tokenizer), "apply_chat_template", None)
+    return own is PreTrainedTokenizerBase.apply_chat_template
+
+
+def _compiled(tokenizer: Any) -> Callable[..., str] | None:
+    """The template compiled by transformers' own compiler, without the per-call overhead of `apply_chat_template`."""
+    try:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+    except ImportError:
+        return None
+    special = dict(tokenizer.special_tokens_map)
+    template = _compile_jinja_template(tokenizer.chat_template)
+
+    def render(**variables: Any) -> str:
+        return str(template.render(**{**special, **variables}))
+
+    return render
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -51,6 +51,12 @@ class ServerUnfit(ServerError):
     retryable = False
 
 
+class ConnectionLost(ServerError):
+    """Refused or reset: the server is gone, the request is not to blame."""
+
+    reason = "connection"
+
+
 class RequestTimeout(ServerError):
     reason = "timeout"
 

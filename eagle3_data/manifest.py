@@ -18,6 +18,8 @@ from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import ConfigError, Eagle3Error, ManifestMismatch
 
 MANIFEST = "manifest.json"
+FAILURES = "failures.jsonl"
+"""One row per sample that is not in the shards, with its reason."""
 FORMAT = 1
 
 

@@ -45,6 +45,11 @@ DUMP_SUFFIX, ERROR_SUFFIX = ".safetensors", ".error.json"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int32": "I32", "uint8": "U8"}
 
+def instance_marker(spool: Path, instance: str) -> Path:
+    """Empty file that a server leaves in its spool; a client that sees it shares the folder and needs no HTTP copies."""
+    return spool / f".server-{instance}"
+
+
 DUMPS_ROUTE = "/eagle3/dumps/{rid}"
 
 

@@ -6,11 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from eagle3_data.shards.reader import COLUMNS, ShardSet
+    from eagle3_data.shards.reader import ShardSet
+    from eagle3_data.shards.table import COLUMNS
     from eagle3_data.shards.writer import OpenShard, Place
 
 __all__ = ["COLUMNS", "OpenShard", "Place", "ShardSet"]
-_HOMES = {"COLUMNS": "reader", "ShardSet": "reader", "OpenShard": "writer", "Place": "writer"}
+_HOMES = {"COLUMNS": "table", "ShardSet": "reader", "OpenShard": "writer", "Place": "writer"}
 
 
 def __getattr__(name: str) -> Any:

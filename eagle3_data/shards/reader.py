@@ -11,18 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from eagle3_data.capture import CaptureSpec
-from eagle3_data.errors import ConfigError, ShardCorrupt
+from eagle3_data.errors import ShardCorrupt
 from eagle3_data.manifest import Manifest
-from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.shards.index import read_index
+from eagle3_data.shards.table import SampleTable
 
-COLUMNS = (AUX, LAST, IDS, MASK)
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -33,19 +29,38 @@ TORCH_DTYPES = {
 MAX_HEADER_BYTES = 1 << 20
 
 
+def _read_header(data: bytes | memoryview, nbytes: int) -> tuple[dict[str, Any], int]:
+    """The header's JSON object and its size in bytes."""
+    if nbytes < 8 or len(data) < 8:
+        raise ShardCorrupt("safetensors member is shorter than its length prefix")
+    (size,) = struct.unpack_from("<Q", data)
+    if size > min(MAX_HEADER_BYTES, nbytes - 8, len(data) - 8):
+        raise ShardCorrupt(f"safetensors header claims {size} bytes in a member of {nbytes}")
+    try:
+        header = json.loads(bytes(data[8 : 8 + size]))
+    except ValueError as error:
+        raise ShardCorrupt(f"safetensors header is malformed: {error!r}") from error
+    if not isinstance(header, dict):
+        raise ShardCorrupt("safetensors header is not a JSON object")
+    return header, size
+
+
+def read_metadata(data: bytes | memoryview) -> dict[str, str]:
+    """`__metadata__` of a safetensors file that starts with `data`; empty when there is none. Raises ShardCorrupt."""
+    metadata = _read_header(data, len(data))[0].get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ShardCorrupt("safetensors metadata is not a map of strings")
+    return metadata
+
+
 def parse_header(data: bytes | memoryview, nbytes: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
     """{name: (dtype, shape, start, end)} of the safetensors member `data[:nbytes]`; offsets from the member's start.
 
     Raises ShardCorrupt unless the tensors have known dtypes, the sizes of their shapes, and fill the member without
     gaps or overlaps; a file from a mirror is not trusted.
     """
-    if nbytes < 8:
-        raise ShardCorrupt("safetensors member is shorter than its length prefix")
-    (size,) = struct.unpack_from("<Q", data)
-    if size > min(MAX_HEADER_BYTES, nbytes - 8):
-        raise ShardCorrupt(f"safetensors header claims {size} bytes in a member of {nbytes}")
+    header, size = _read_header(data, nbytes)
     try:
-        header: dict[str, Any] = json.loads(bytes(data[8 : 8 + size]))
         entries = [
             (name, TORCH_DTYPES[entry["dtype"]], [int(n) for n in entry["shape"]], *map(int, entry["data_offsets"]))
             for name, entry in header.items()
@@ -91,21 +106,12 @@ def map_shard(path: str, size: int, mtime_ns: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
-class ShardSet:
-    """The sealed samples of one build folder, in the order of the shards.
-
-    `keys`: list of N keys; `tokens`: int32 [N]; `capture`: the CaptureSpec; `fingerprint`: names the content.
-    Cheap to pickle (the folder and the index), so that it travels to worker processes.
-    """
+class ShardSet(SampleTable):
+    """The sealed samples of one build folder. Pickles as the folder and the index; mappings are made per process."""
 
     def __init__(self, folder: Path, manifest: Manifest, index: pa.Table) -> None:
-        self.folder, self.manifest, self.index = folder, manifest, index
-        self.tokens: npt.NDArray[np.int32] = index.column("tokens").to_numpy()
-        self._shards = index.column("shard").combine_chunks().dictionary_encode()
-        self._shard_codes = self._shards.indices.to_numpy()
-        self._shard_names: list[str] = self._shards.dictionary.to_pylist()
-        self._offsets = index.column("offset").to_numpy()
-        self._nbytes = index.column("nbytes").to_numpy()
+        super().__init__(str(folder), manifest, index)
+        self.folder = folder
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> ShardSet:
@@ -114,43 +120,12 @@ class ShardSet:
         manifest = Manifest.load(path)
         return cls(path, manifest, read_index(path, manifest))
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardSet, (self.folder, self.manifest, self.index)
 
-    @functools.cached_property
-    def keys(self) -> list[str]:
-        keys: list[str] = self.index.column("key").to_pylist()
-        return keys
-
-    @property
-    def capture(self) -> CaptureSpec:
-        return self.manifest.spec
-
-    @property
-    def fingerprint(self) -> str:
-        return self.manifest.content_id
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(name for name in COLUMNS if name != LAST or self.capture.last == "hidden")
-
-    def shard_of(self, i: int) -> str:
-        return self._shard_names[self._shard_codes[i]]
-
     def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        """Tensors of sample `i` as views of the mapped shard; only the pages of the named columns are touched.
-
-        aux_hidden_states [T, L*W] and last_hidden_state [T, W] in the capture dtype, input_ids int32 [T],
-        loss_mask uint8 [T]. Raises ShardCorrupt when the bytes are not such a sample, ConfigError for a column that
-        the data set does not have.
-        """
-        wanted = self.columns if columns is None else columns
-        for name in wanted:
-            if name not in self.columns:
-                raise ConfigError(f"no column {name!r} in {self.folder}; it has {', '.join(self.columns)}")
+        """Views of the mapped shard; only the pages of the named columns are touched."""
+        wanted = self.wanted(columns)
         path = self.folder / "data" / self.shard_of(i)
         try:
             stat = path.stat()
@@ -160,6 +135,6 @@ class ShardSet:
             ) from None
         buffer = map_shard(str(path), stat.st_size, stat.st_mtime_ns)
         try:
-            return tensors_at(buffer, int(self._offsets[i]), int(self._nbytes[i]), wanted)
+            return tensors_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted)
         except ShardCorrupt as error:
             raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error

@@ -92,7 +92,10 @@ class OpenShard:
 
     @property
     def bytes_placed(self) -> int:
-        return sum(self._layout(self.places[key]).total for key in self.records)
+        return sum(self.block_bytes(key) for key in self.records)
+
+    def block_bytes(self, key: str) -> int:
+        return self._layout(self.places[key]).total
 
     def write(
         self, record: SampleRecord, source: int, states_at: int, ids: Sequence[int], mask: bytes
@@ -124,6 +127,8 @@ class OpenShard:
 
     def settle(self, record: SampleRecord, tail_digest: str) -> None:
         """Count a sample that `write` has put in its place."""
+        if record.key in self.records or record.key in self.failed:
+            raise AssertionError(f"{self.name}: sample {record.key} is settled already")
         self.records[record.key] = record
         note = {"record": asdict(record), "tail": tail_digest}
         self._notes.write(json.dumps(note, separators=(",", ":")) + "\n")

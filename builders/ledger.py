@@ -1,0 +1,101 @@
+"""Nothing leaves without a reason: planned == saved + failed + skipped, checked whenever a run ends.
+
+Failures live in `failures.jsonl`, published with the data: one row per sample that is not in it, with the reason and
+how to try again. A row is durable before its shard is sealed without the sample.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from eagle3_data import durable
+from eagle3_data.errors import LedgerError
+from eagle3_data.manifest import FAILURES
+from eagle3_data.protocol import parse_strict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """A sample that was given up."""
+
+    key: str
+    id: str
+    tokens: int
+    reason: str
+    """`Eagle3Error.reason` of the last attempt."""
+    detail: str
+    attempts: int
+    retry: str = "eagle3-data retry DIR"
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+
+def read_failures(folder: Path) -> dict[str, Failure]:
+    """By key; a torn last line is dropped (its sample is simply tried again)."""
+    try:
+        lines = (folder / FAILURES).read_text().splitlines()
+    except FileNotFoundError:
+        return {}
+    found = {}
+    for line in lines:
+        try:
+            row = Failure(**parse_strict(Failure, json.loads(line), FAILURES))
+        except (ValueError, TypeError):
+            break
+        found[row.key] = row
+    return found
+
+
+class Ledger:
+    """Counts of one build. `planned` = samples to extract + conversations skipped before."""
+
+    def __init__(self, folder: Path, planned: int, skipped: dict[str, int]) -> None:
+        self.folder, self.planned, self.skipped = folder, planned, dict(skipped)
+        self.saved = 0
+        """Samples in sealed shards, or placed and checked in open ones."""
+        self.failures = read_failures(folder)
+        self.rewrite()
+        self._file = open(folder / FAILURES, "a", buffering=1)  # noqa: SIM115 - held for the length of the run
+
+    @property
+    def failed(self) -> dict[str, int]:
+        return dict(Counter(row.reason for row in self.failures.values()))
+
+    def save(self, samples: int) -> None:
+        self.saved += samples
+
+    def fail(self, row: Failure) -> None:
+        self.failures[row.key] = row
+        self._file.write(row.to_line())
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def forgive(self) -> list[str]:
+        """Clear the failures so that they are tried again; returns their keys."""
+        keys = list(self.failures)
+        self.failures = {}
+        self._file.close()
+        self.rewrite()
+        self._file = open(self.folder / FAILURES, "a", buffering=1)  # noqa: SIM115
+        return keys
+
+    def rewrite(self) -> None:
+        durable.write_text(self.folder / FAILURES, "".join(row.to_line() for row in self.failures.values()))
+
+    def check(self, *, complete: bool) -> None:
+        """Raises LedgerError when samples are counted twice, or (for a complete build) not at all."""
+        total = self.saved + len(self.failures) + sum(self.skipped.values())
+        if total > self.planned or (complete and total != self.planned):
+            raise LedgerError(
+                f"saved({self.saved}) + failed({len(self.failures)}) + skipped({sum(self.skipped.values())}) "
+                f"= {total}, planned({self.planned})"
+            )
+
+    def close(self) -> None:
+        self._file.close()

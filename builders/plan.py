@@ -1,0 +1,123 @@
+"""Which sample goes where, how large it all gets, and whether it fits: known before the first request.
+
+The plan is a pure function of the token counts, the capture spec and the shard size, so every resume and every machine
+arrives at the same one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from eagle3_data.capture import CaptureSpec
+from eagle3_data.errors import BuildFailed, ConfigError
+from eagle3_data.shards.layout import END_BYTES, MAX_ARROW_BYTES, MAX_MEMBER_BYTES, block_sizes
+from eagle3_data.shards.writer import shard_name
+from eagle3_data.status import format_bytes
+
+MIN_SHARD_BYTES = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShard:
+    """Samples `rows` of the store, in file order; `offsets[i]` is where the block of `rows[i]` starts, in bytes."""
+
+    name: str
+    rows: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+    nbytes: int
+
+
+class Plan:
+    """`rows` of a sample store dealt into shards of at most `shard_bytes`, in order."""
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.int32],
+        spec: CaptureSpec,
+        shard_bytes: int,
+        *,
+        split: str = "train",
+        rows: npt.NDArray[np.int64] | None = None,
+        first_number: int = 0,
+    ) -> None:
+        if shard_bytes < MIN_SHARD_BYTES:
+            raise ConfigError(f"shard size of {shard_bytes} bytes is below {MIN_SHARD_BYTES}")
+        self.spec, self.split, self.shard_bytes, self.first_number = spec, split, shard_bytes, first_number
+        self.rows = np.arange(len(tokens), dtype=np.int64) if rows is None else rows
+        self.tokens = tokens[self.rows]
+        self._sizes = block_sizes(spec, self.tokens)
+        self._ends = np.cumsum(self._sizes)  # [N] end of each sample if all lay in one file
+        self._starts = self._cut()
+
+    def _cut(self) -> npt.NDArray[np.int64]:
+        """Index of each shard's first sample; a sample larger than a shard gets one of its own."""
+        starts, first, n = [], 0, len(self.rows)
+        while first < n:
+            starts.append(first)
+            before = int(self._ends[first - 1]) if first else 0
+            after = int(np.searchsorted(self._ends, before + self.shard_bytes - END_BYTES, side="right"))
+            first = max(after, first + 1)
+        return np.array(starts, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.tokens.sum(dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._sizes.sum()) + len(self) * END_BYTES
+
+    def shard(self, i: int) -> PlannedShard:
+        low = int(self._starts[i])
+        high = int(self._starts[i + 1]) if i + 1 < len(self) else len(self.rows)
+        ends = self._ends[low:high] - (self._ends[low - 1] if low else 0)
+        offsets = ends - self._sizes[low:high]
+        nbytes = int(ends[-1]) + END_BYTES
+        return PlannedShard(shard_name(self.split, self.first_number + i), self.rows[low:high], offsets, nbytes)
+
+    def __iter__(self) -> Iterator[PlannedShard]:
+        return (self.shard(i) for i in range(len(self)))
+
+
+def check_plan(plan: Plan, out: Path, *, written: int, context_length: int, key_of: Callable[[int], str]) -> None:
+    """Refuse what cannot work, before any request is sent.
+
+    `written`: bytes of the plan that are on disk already; `key_of` names the sample of a row. Raises
+    ConfigError for samples that the server or the format cannot take, BuildFailed when the disk is too small.
+    """
+    longest = int(plan.tokens.max(initial=0))
+    if longest > context_length:
+        over = np.flatnonzero(plan.tokens > context_length)
+        worst = int(plan.rows[plan.tokens.argmax()])
+        raise ConfigError(
+            f"{len(over)} of {len(plan.rows)} samples are longer than the server's {context_length} tokens; "
+            f"the longest is {key_of(worst)} with {longest}",
+            next=f"--max-tokens {context_length} leaves them out (--truncation drop) or shortens them (--truncation cut)",
+        )
+    member = longest * (plan.spec.state_bytes_per_token + 5)
+    if member > MAX_MEMBER_BYTES:
+        limit = MAX_MEMBER_BYTES // (plan.spec.state_bytes_per_token + 5)
+        raise ConfigError(
+            f"a sample of {longest} tokens takes {format_bytes(member)}, a tar member holds 8 GiB",
+            next=f"--max-tokens {limit}",
+        )
+    free, need = shutil.disk_usage(out).free, plan.nbytes - written
+    if need > free:
+        raise BuildFailed(
+            f"the shards need {format_bytes(need)} more and {out} has {format_bytes(free)} free",
+            next="another --out, fewer samples, or --last none (aux states alone)",
+        )
+
+
+def arrow_limit(spec: CaptureSpec) -> int:
+    """Tokens above which a sample cannot go through Arrow (Kimi-K2.5 with the last state: 37,446)."""
+    return MAX_ARROW_BYTES // (spec.state_bytes_per_token + 5)

@@ -1,0 +1,157 @@
+"""Where captured samples go: open shards, filled by several threads, sealed one by one, each seal in the manifest.
+
+The order is fixed by DESIGN section 4 and invariant 5: bytes, then notes, then (all samples settled) failures durable,
+shard durable, index part, rename, manifest row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from eagle3_data import durable
+from eagle3_data.builders.dumps import Dump, Request
+from eagle3_data.builders.ledger import Failure, Ledger
+from eagle3_data.builders.plan import Plan, PlannedShard
+from eagle3_data.builders.samples.store import Sample, SampleStore
+from eagle3_data.errors import DiskFull
+from eagle3_data.manifest import Manifest, ShardRow
+from eagle3_data.protocol import ids_digest
+from eagle3_data.shards.index import read_part
+from eagle3_data.shards.layout import SampleRecord
+from eagle3_data.shards.writer import OpenShard, Place
+
+DISK_POLL_S = 2.0
+
+
+class ShardSink:
+    """`note` says what is waited for (a full disk); empty while all is well. `tokens`, `nbytes`: placed so far."""
+
+    def __init__(self, folder: Path, plans: Sequence[Plan], store: SampleStore, manifest: Manifest, ledger: Ledger) -> None:
+        self.folder, self.plans, self.store, self.ledger = folder, list(plans), store, ledger
+        self.spec = manifest.spec
+        self.manifest = manifest
+        self.note = ""
+        self.tokens = manifest.tokens
+        self.nbytes = manifest.nbytes
+        self.resumed = manifest.saved
+        """Samples that were there before this run: sealed, or found whole in an open shard."""
+        ledger.save(manifest.saved)
+        self._open: dict[str, OpenShard] = {}
+        self._sealing = asyncio.Lock()
+
+    def open_shard(self, planned: PlannedShard) -> list[int]:
+        """Open (or reopen) a shard; returns the rows of the store that it still needs, in order."""
+        if any(row.name == planned.name for row in self.manifest.shards):
+            return []
+        places = []
+        for row, offset in zip(planned.rows.tolist(), planned.offsets.tolist(), strict=True):
+            sample = self.store.row(row)
+            places.append(Place(sample.key, sample.id, sample.tokens, offset))
+        self._recover(planned.name)
+        if any(row.name == planned.name for row in self.manifest.shards):
+            return []
+        shard = OpenShard(self.folder, planned.name, places, self.spec)
+        for key in shard.places:
+            if key in self.ledger.failures:
+                shard.give_up(key)
+        self._open[planned.name] = shard
+        self.ledger.save(len(shard.records))
+        self.resumed += len(shard.records)
+        self.tokens += sum(record.tokens for record in shard.records.values())
+        self.nbytes += shard.bytes_placed
+        pending = set(shard.pending)
+        return [row for row, place in zip(planned.rows.tolist(), places, strict=True) if place.key in pending]
+
+    async def place(self, name: str, sample: Sample, request: Request, dump: Dump) -> None:
+        """Move a proven dump into its shard. Waits while the disk is full. Raises DumpCorrupt."""
+        shard = self._open[name]
+        record = make_record(sample, request, dump, with_last=self.spec.last == "hidden")
+        mask = sample.loss_mask.tobytes()
+        while True:
+            try:
+                tail = await asyncio.to_thread(
+                    shard.write, record, dump.fd, dump.states_at, request.input_ids, mask
+                )
+                break
+            except DiskFull as error:
+                self.note = f"waiting: {error.message}"
+                await asyncio.sleep(DISK_POLL_S)
+        self.note = ""
+        shard.settle(record, tail)
+        self.ledger.save(1)
+        self.tokens += record.tokens
+        self.nbytes += shard.block_bytes(record.key)
+
+    def give_up(self, name: str, failure: Failure) -> None:
+        self.ledger.fail(failure)
+        self._open[name].give_up(failure.key)
+
+    async def seal_if_settled(self, name: str) -> None:
+        """Seal the shard once all its samples are saved or given up."""
+        async with self._sealing:
+            shard = self._open.get(name)
+            if shard is None or shard.pending:
+                return
+            self.ledger.flush()
+            row = await asyncio.to_thread(shard.seal)
+            if row is not None:
+                self._record(row)
+            shard.forget()
+            del self._open[name]
+
+    def close(self) -> None:
+        """The end of a run, however it ends: what was placed stays, ready for a resume."""
+        for shard in self._open.values():
+            shard.flush()
+            shard.close()
+        self._open.clear()
+
+    def _record(self, row: ShardRow) -> None:
+        shards = tuple(sorted((*self.manifest.shards, row), key=lambda shard: shard.name))
+        self.manifest = self.manifest.model_copy(update={"shards": shards, "failed": self.ledger.failed})
+        self.manifest.save(self.folder)
+
+    def _recover(self, name: str) -> None:
+        """A crash between rename and manifest row: adopt the file if it is what its index part says, else reopen it."""
+        final = self.folder / "data" / name
+        if not final.exists():
+            return
+        row = read_part(self.folder, name)
+        if row is not None and final.stat().st_size == row.nbytes and file_digest(final) == row.xxh3:
+            self._record(row)
+            self.ledger.save(row.samples)
+            self.resumed += row.samples
+            self.tokens += row.tokens
+            self.nbytes += row.nbytes
+            return
+        final.rename(durable.hidden(final))
+
+
+def file_digest(path: Path) -> str:
+    """XXH3-128 of a file, hex."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while data := file.read(8 << 20):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def make_record(sample: Sample, request: Request, dump: Dump, *, with_last: bool) -> SampleRecord:
+    return SampleRecord(
+        key=sample.key,
+        id=sample.id,
+        tokens=sample.tokens,
+        supervised=sample.supervised,
+        ids_digest=ids_digest(request.input_ids),
+        next_token=dump.next_token,
+        checksum=dump.checksum if with_last else dump.checksum.split(":")[0],
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,188 @@
+"""`eagle3-data verify`: is this folder what its manifest says? Without a GPU, without a server, shard by shard."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+import xxhash
+
+from eagle3_data.capture import CaptureSpec
+from eagle3_data.errors import Eagle3Error, ShardCorrupt
+from eagle3_data.manifest import FAILURES, Manifest, ShardRow
+from eagle3_data.protocol import AUX, IDS, LAST, MASK, ids_digest
+from eagle3_data.shards.index import read_index
+from eagle3_data.shards.layout import SampleRecord
+from eagle3_data.shards.reader import tensors_at
+from eagle3_data.shards.tarwalk import TarSample, samples
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong; `shard` and `last_good_key` where it has a place."""
+
+    what: str
+    shard: str = ""
+    last_good_key: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.shard}: " if self.shard else ""
+        after = f" (last good sample: {self.last_good_key or 'none'})" if self.shard else ""
+        return f"{place}{self.what}{after}"
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    folder: Path
+    shards: int = 0
+    samples: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+@dataclass(slots=True)
+class _ShardResult:
+    row: ShardRow
+    keys: list[str] = field(default_factory=list)
+    tokens: int = 0
+    problem: Problem | None = None
+
+
+def verify(folder: Path, *, on_shard: Callable[[ShardRow], None] = lambda row: None, workers: int = 2) -> VerifyReport:
+    """Check every byte of a build folder. Problems are collected, not raised; only a missing manifest raises.
+
+    Checked: file size and checksum; archive form and adjacency; records against index; widths, dtypes and row counts;
+    ids digest; states against the server's checksum; finite values; mask; duplicate keys; counts of the manifest;
+    saved + failed + skipped == planned; shards on disk that the manifest does not know.
+    """
+    manifest = Manifest.load(folder)
+    report = VerifyReport(folder, shards=len(manifest.shards))
+    try:
+        index = read_index(folder, manifest)
+    except (Eagle3Error, OSError, pa.ArrowException) as error:
+        report.problems.append(Problem(f"index: {error}"))
+        index = None
+    rows = _index_rows(index)
+    seen: dict[str, str] = {}
+    with ThreadPoolExecutor(workers) as threads:
+        checks = (threads.submit(_check_shard, folder, manifest.spec, row, rows) for row in manifest.shards)
+        for result in (check.result() for check in list(checks)):
+            _count(report, result, seen)
+            on_shard(result.row)
+    report.problems.extend(_check_totals(folder, manifest, report))
+    return report
+
+
+def _index_rows(index: pa.Table | None) -> dict[str, dict[str, object]] | None:
+    return None if index is None else {str(row["key"]): row for row in index.to_pylist()}
+
+
+def _count(report: VerifyReport, result: _ShardResult, seen: dict[str, str]) -> None:
+    report.samples += len(result.keys)
+    report.tokens += result.tokens
+    report.nbytes += result.row.nbytes
+    if result.problem:
+        report.problems.append(result.problem)
+    for key in result.keys:
+        if key in seen:
+            report.problems.append(Problem(f"sample {key} is also in {seen[key]}", result.row.name, key))
+        seen[key] = result.row.name
+
+
+def _check_shard(
+    folder: Path, spec: CaptureSpec, row: ShardRow, index: dict[str, dict[str, object]] | None
+) -> _ShardResult:
+    result, path = _ShardResult(row), folder / "data" / row.name
+    try:
+        with open(path, "rb") as file:
+            # closed by the garbage collector: an error's traceback may still hold tensors over it
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        for sample in samples(view):
+            _check_sample(view, sample, spec, index, row.name)
+            result.keys.append(sample.record.key)
+            result.tokens += sample.record.tokens
+        if len(view) != row.nbytes:
+            raise ShardCorrupt(f"{len(view)} bytes, the manifest says {row.nbytes}")
+        if xxhash.xxh3_128_hexdigest(view) != row.xxh3:
+            raise ShardCorrupt("its checksum is not the manifest's")
+        if (len(result.keys), result.tokens) != (row.samples, row.tokens):
+            raise ShardCorrupt(
+                f"{len(result.keys)} samples with {result.tokens} tokens, "
+                f"the manifest says {row.samples} with {row.tokens}"
+            )
+    except (Eagle3Error, OSError, ValueError) as error:
+        what = error.message if isinstance(error, Eagle3Error) else str(error)
+        result.problem = Problem(what, row.name, result.keys[-1] if result.keys else "")
+    return result
+
+
+def _check_sample(
+    view: mmap.mmap, sample: TarSample, spec: CaptureSpec, index: dict[str, dict[str, object]] | None, shard: str
+) -> None:
+    """Raises ShardCorrupt naming what is wrong with the sample."""
+    record, where = sample.record, f"sample {sample.record.key}"
+    names = [name for name, _, _ in spec.tensors(record.tokens)]
+    tensors = tensors_at(view, sample.offset, sample.nbytes, names)
+    for name, dtype, shape in spec.tensors(record.tokens):
+        found = tensors[name]
+        if found.dtype != getattr(torch, dtype) or tuple(found.shape) != shape:
+            raise ShardCorrupt(f"{where}: {name} is {found.dtype} {list(found.shape)}, expected {dtype} {list(shape)}")
+    if ids_digest(tensors[IDS].tolist()) != record.ids_digest:
+        raise ShardCorrupt(f"{where}: its ids do not give its ids digest")
+    if int(tensors[MASK].sum()) != record.supervised or int(tensors[MASK].max()) > 1:
+        raise ShardCorrupt(f"{where}: its loss mask does not have {record.supervised} ones")
+    states = [tensors[name] for name in (AUX, LAST) if name in tensors]
+    digest = ":".join(xxhash.xxh3_128_hexdigest(state.view(torch.uint8).numpy()) for state in states)
+    if digest != record.checksum:
+        raise ShardCorrupt(f"{where}: its states do not give the server's checksum")
+    if not all(bool(state.isfinite().all()) for state in states):
+        raise ShardCorrupt(f"{where}: NaN or Inf in its states")
+    _check_index(record, sample, index, shard)
+
+
+def _check_index(
+    record: SampleRecord, sample: TarSample, index: dict[str, dict[str, object]] | None, shard: str
+) -> None:
+    if index is None:
+        return
+    row = index.get(record.key)
+    expected = {
+        "shard": shard,
+        "offset": sample.offset,
+        "nbytes": sample.nbytes,
+        "tokens": record.tokens,
+        "supervised": record.supervised,
+        "next_token": record.next_token,
+        "checksum": record.checksum,
+        "id": record.id,
+    }
+    if row is None:
+        raise ShardCorrupt(f"sample {record.key} is not in the index")
+    for name, value in expected.items():
+        if row[name] != value:
+            raise ShardCorrupt(f"sample {record.key}: {name} is {value}, the index says {row[name]}")
+
+
+def _check_totals(folder: Path, manifest: Manifest, report: VerifyReport) -> Iterator[Problem]:
+    known = {row.name for row in manifest.shards}
+    for path in sorted((folder / "data").glob("*.tar")):
+        if path.name not in known:
+            yield Problem(f"data/{path.name} is not in the manifest; a resumed build adopts or replaces it")
+    failures = folder / FAILURES
+    rows = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
+    saved, skipped = manifest.saved, sum(manifest.plan.skipped.values())
+    if manifest.state == "complete" and saved + len(rows) + skipped != manifest.plan.planned:
+        yield Problem(f"saved {saved} + failed {len(rows)} + skipped {skipped} != planned {manifest.plan.planned}")
+    if not report.problems and report.samples != manifest.saved:
+        yield Problem(f"{report.samples} samples found, the manifest says {manifest.saved}")

@@ -1,0 +1,191 @@
+"""One dump file: written under a hidden name, rows in order, header last, renamed when every row is there.
+
+T tokens, L aux layers, W width. Rows are `pwrite`n at their place, so chunks need no concatenation, and never through a
+memory map: on a full tmpfs that is a bus error in SGLang's scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from array import array
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from eagle3_data.protocol import (
+    DTYPE_BYTES,
+    DUMP_SUFFIX,
+    ERROR_SUFFIX,
+    DumpError,
+    DumpMeta,
+    dump_tensors,
+    ids_digest,
+    safetensors_header,
+)
+
+MODE = 0o660
+"""Of dumps and error records: the spool's group (setgid) reads and deletes them."""
+
+_serial = itertools.count()
+
+
+class HostRows(Protocol):
+    """Some rows of one prompt in host memory."""
+
+    aux: memoryview
+    """bytes of [rows, L*W]"""
+    last: memoryview
+    """bytes of [rows, W]"""
+
+    def wait(self) -> None:
+        """Until the copy from the device is done; the two buffers may be read only then."""
+
+    def finite(self) -> bool:
+        """No NaN or Inf in these rows. After `wait`."""
+
+    def next_token(self) -> int:
+        """Top-1 token after the last of these rows. After `wait`."""
+
+    def release(self) -> None:
+        """Give the host memory back. Safe to call twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class DumpForm:
+    """What all dumps of one server have in common."""
+
+    layers: tuple[int, ...]
+    width: int
+    dtype: str
+    instance: str
+    norm: str = "post"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of aux and last state per token."""
+        return (len(self.layers) + 1) * self.width * DTYPE_BYTES[self.dtype]
+
+
+class Dump:
+    """One prompt on its way into the spool: what the scheduler has seen of it, and what the writers have to do."""
+
+    def __init__(self, rid: str, ids: array[int], request: Any) -> None:
+        self.rid, self.ids, self.request = rid, ids, request
+        self.seen = 0
+        """Rows claimed. Scheduler thread only."""
+        self.abandoned = False
+        """The same request started again: no record, no file. Set by the scheduler thread, never cleared."""
+        # The rest belongs to the writer pool, under its lock.
+        self.failed: DumpError | None = None
+        self.pending: deque[tuple[int, HostRows]] = deque()
+        self.queued = False
+        self.settled = False
+        self.touched = 0.0
+        self.held_bytes = 0
+        self.file: DumpFile | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+
+class DumpFile:
+    """The file of one dump. Every method may raise OSError; then `discard` it."""
+
+    def __init__(self, spool: Path, rid: str, ids: array[int], form: DumpForm) -> None:
+        self._spool, self._ids, self._form = spool, ids, form
+        tokens, aux_row = len(ids), len(form.layers) * form.width * DTYPE_BYTES[form.dtype]
+        self._aux_row, self._last_row = aux_row, form.width * DTYPE_BYTES[form.dtype]
+        self._tensors = dump_tensors(tokens=tokens, num_aux=len(form.layers), width=form.width, dtype=form.dtype)
+        self._meta = DumpMeta(
+            rid=rid,
+            tokens=tokens,
+            ids_digest=ids_digest(ids),
+            layers=form.layers,
+            width=form.width,
+            dtype=form.dtype,
+            norm=form.norm,
+            next_token=2**31 - 1,
+            finite=False,
+            checksum="0" * 32 + ":" + "0" * 32,
+            instance=form.instance,
+        )
+        # The longest header this dump can have: its gap is reserved, the true one is written last.
+        self._reserve = len(safetensors_header(self._tensors, self._meta.to_strings()))
+        self._last_at = self._reserve + tokens * self._aux_row
+        self._ids_at = self._last_at + tokens * self._last_row
+        self._sums = xxhash.xxh3_128(), xxhash.xxh3_128()
+        self._finite, self.written = True, 0
+        self._hidden = spool / f".{rid}.{os.getpid()}-{next(_serial)}.tmp"
+        self._file = os.open(self._hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+        try:
+            os.fchmod(self._file, MODE)  # the umask does not decide who may read the spool
+            os.posix_fallocate(self._file, 0, self._ids_at + 4 * tokens)  # a full disk shows now, not in the middle
+        except OSError:
+            self.discard()
+            raise
+
+    def add(self, start: int, rows: HostRows) -> None:
+        """Write the next rows; `start` must be the number of rows written so far."""
+        if start != self.written:
+            raise AssertionError(f"{self._meta.rid}: rows from {start} after {self.written}")
+        _pwrite(self._file, rows.aux, self._reserve + start * self._aux_row)
+        _pwrite(self._file, rows.last, self._last_at + start * self._last_row)
+        self._sums[0].update(rows.aux)
+        self._sums[1].update(rows.last)
+        self._finite &= rows.finite()
+        self.written += len(rows.last) // self._last_row
+
+    def finish(self, next_token: int) -> None:
+        """Ids, then the header, then the name: a reader never sees less than the whole."""
+        _pwrite(self._file, memoryview(self._ids).cast("B"), self._ids_at)
+        aux, last = self._sums
+        meta = replace(
+            self._meta,
+            next_token=next_token,
+            finite=self._finite,
+            checksum=f"{aux.hexdigest()}:{last.hexdigest()}",
+        )
+        header = safetensors_header(self._tensors, meta.to_strings(), reserve=self._reserve)
+        _pwrite(self._file, memoryview(header), 0)
+        os.close(self._file)
+        self._file = -1
+        os.rename(self._hidden, self._spool / f"{meta.rid}{DUMP_SUFFIX}")
+
+    def discard(self) -> None:
+        """Close and remove the hidden file; never raises."""
+        with contextlib.suppress(OSError):
+            if self._file >= 0:
+                os.close(self._file)
+        self._file = -1
+        with contextlib.suppress(OSError):
+            os.unlink(self._hidden)
+
+
+def write_error(spool: Path, error: DumpError) -> bool:
+    """Leave `{rid}.error.json`; False when even that was not possible (the client then waits for its deadline)."""
+    hidden = spool / f".{error.rid}.{os.getpid()}-{next(_serial)}.tmp"
+    try:
+        file = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+        try:
+            os.fchmod(file, MODE)
+            _pwrite(file, memoryview(error.to_json().encode()), 0)
+        finally:
+            os.close(file)
+        os.rename(hidden, spool / f"{error.rid}{ERROR_SUFFIX}")
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(hidden)
+        return False
+    return True
+
+
+def _pwrite(file: int, data: memoryview, at: int) -> None:
+    while data:
+        done = os.pwrite(file, data, at)  # at most 2 GiB a call
+        data, at = data[done:], at + done

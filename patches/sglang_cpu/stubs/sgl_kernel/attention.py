@@ -1,0 +1,124 @@
+"""Attention of SGLang's `intel_amx` backend, the one that speculative decoding on a CPU needs.
+
+B requests, T new tokens, H query heads, K key-value heads, D head width. Keys and values live in pools [slots, K, D].
+"""
+
+import torch
+from torch import Tensor
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, mask: Tensor | None) -> Tensor:
+    """q [n, H, D] over k, v [m, K, D] -> [n, H, D]; `cap` > 0 squashes the scores with tanh."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (t.to(q.dtype).repeat_interleave(repeats, 1).transpose(0, 1) for t in (k, v))
+    q = q.transpose(0, 1)
+    if cap and cap > 0:
+        scores = torch.tanh((q.float() @ k.float().transpose(1, 2)) * scale / cap) * cap
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        out = scores.softmax(-1).to(v.dtype) @ v
+    else:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        out = attend(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
+    return out.transpose(0, 1)
+
+
+def _refuse(**asked: object) -> None:
+    unsupported = [name for name, value in asked.items() if value]
+    if unsupported:
+        raise NotImplementedError(f"sgl_kernel stand-in: {', '.join(unsupported)}")
+
+
+def decode_attention_cpu(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    k_scale: float,
+    v_scale: float,
+    o: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    loc: Tensor,
+    attn_logits: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    logit_cap: float,
+    is_cross_attn: bool = False,
+    sliding_window: int = 0,
+    encoder_lens: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """One new token a request, q [B, H, D]; stores `key` and `value` first, when given, and writes `o`."""
+    _refuse(
+        is_cross_attn=is_cross_attn,
+        sliding_window=sliding_window > 0,
+        encoder_lens=encoder_lens is not None,
+        sinks=sinks is not None,
+    )
+    if key is not None and value is not None:
+        k_buffer[loc] = key.view(-1, *k_buffer.shape[1:]).to(k_buffer.dtype)
+        v_buffer[loc] = value.view(-1, *v_buffer.shape[1:]).to(v_buffer.dtype)
+    for i, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=False)):
+        slots = req_to_token[row, :length].long()
+        o[i : i + 1] = _attend(q[i : i + 1], k_buffer[slots], v_buffer[slots], scale, logit_cap, None)
+
+
+def extend_attention_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    k_scale: float,
+    v_scale: float,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    extend_seq_lens: Tensor,
+    extend_start_loc: Tensor,
+    max_extend_len: int,
+    scale: float,
+    logit_cap: float,
+    is_cross_attn: bool = False,
+    sliding_window: int = 0,
+    encoder_lens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    is_causal: bool = True,
+) -> None:
+    """Several new tokens a request, q [T, H, D], their keys already in the pool; `tree_mask` is [n, n] a request."""
+    _refuse(
+        is_cross_attn=is_cross_attn,
+        sliding_window=sliding_window > 0,
+        encoder_lens=encoder_lens is not None,
+        sinks=sinks is not None,
+    )
+    mask_at = 0
+    rows = zip(
+        req_pool_indices.tolist(),
+        seq_lens.tolist(),
+        extend_seq_lens.tolist(),
+        extend_start_loc.tolist(),
+        strict=False,
+    )
+    for row, length, count, start in rows:
+        if count == 0:
+            continue
+        slots = req_to_token[row, :length].long()
+        mask = torch.ones(count, length, dtype=torch.bool)
+        if tree_mask is not None:
+            tree = tree_mask.reshape(-1)[mask_at : mask_at + count * count]
+            mask[:, length - count :] = tree.view(count, count).bool()
+            mask_at += count * count
+        elif is_causal:
+            mask = mask.tril(length - count)
+        queries = q[start : start + count]
+        o[start : start + count] = _attend(queries, k_buffer[slots], v_buffer[slots], scale, logit_cap, mask)
+
+
+# SGLang calls these two through torch's operator namespace.
+for _kernel in (decode_attention_cpu, extend_attention_cpu):
+    setattr(torch.ops.sgl_kernel, _kernel.__name__, _kernel)

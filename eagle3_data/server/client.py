@@ -128,9 +128,7 @@ class ServerClient:
     async def capture_infos(self) -> list[CaptureInfo]:
         """What the server captures, one per data-parallel rank. Raises ServerUnfit when it is not patched."""
         states = (await self.server_info()).get("internal_states") or []
-        infos = [
-            state["eagle3"] for state in states if isinstance(state, dict) and isinstance(state.get("eagle3"), dict)
-        ]
+        infos = [state["eagle3"] for state in states if isinstance(state.get("eagle3"), dict)]
         if not infos or len(infos) < len(states):
             raise ServerUnfit(f"{self.url} is an SGLang server that does not capture", next=UNPATCHED)
         try:

@@ -93,7 +93,8 @@ def server_command(config: ServerConfig, *, port: int, native: bool) -> list[str
         # Speculative decoding on a CPU exists in one backend only.
         backend = "intel_amx" if config.draft else "torch_native"
         command += ["--device", "cpu", "--attention-backend", backend]
-        command += ["--max-total-tokens", "32768", "--mem-fraction-static", "0.3"]
+        command += ["--max-total-tokens", "16384", "--mem-fraction-static", "0.3"]
+        command += ["--chunked-prefill-size", "-1"]
     if config.api_key:
         command += ["--api-key", config.api_key]
     if config.spool is not None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_data.builders.samples.encode import make_encoder
-from eagle3_data.builders.samples.input import Form, Inputs, RawRow, open_rows
+from eagle3_data.builders.samples.files import Inputs
+from eagle3_data.builders.samples.input import Form, RawRow, open_rows
 from eagle3_data.builders.samples.mask import Masker
 from eagle3_data.builders.samples.policy import DUPLICATE, Seen
 from eagle3_data.builders.samples.rows import Chunk, Drop, RowRenderer

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from eagle3_data.builders.samples.encode import Encoded, Encoder, TokenCut
-from eagle3_data.builders.samples.input import Form, RawRow, parse_row
+from eagle3_data.builders.samples.input import BadRow, Form, RawRow, parse_row
 from eagle3_data.builders.samples.mask import ConversationTexts, Masker, SampleText
 from eagle3_data.builders.samples.messages import Conversation, ServedRow
 from eagle3_data.builders.samples.policy import limit, mask_ends, sample_digest
@@ -46,9 +46,6 @@ class Chunk:
     """Bad input met at this point of the stream: everything before it is in the chunk."""
 
 
-_Planned = tuple[Conversation, ConversationTexts, SampleText]
-
-
 class RowRenderer:
     """Rows to samples for one tokenizer and one spec."""
 
@@ -58,58 +55,48 @@ class RowRenderer:
     def chunk(self, rows: Sequence[RawRow]) -> Chunk:
         """Samples and drops of these rows; on unreadable input, those before it and the error."""
         chunk, parts = Chunk(), _Parts()
-        texts: list[_Planned] = []
+        planned: list[tuple[Conversation, SampleText]] = []
         for raw in rows:
             try:
                 row = parse_row(raw, self.form)
+                chunk.rows += 1
+                if isinstance(row, ServedRow):
+                    self._keep_served(chunk, parts, row)
+                else:
+                    found = self.masker.texts(row)
+                    _note(chunk.notes, found)
+                    planned.extend((row, sample) for sample in found.samples)
             except InputError as error:
                 chunk.error = error
                 break
-            except SampleError as error:
+            except BadRow as error:
                 chunk.rows += 1
                 chunk.drops.append(Drop(raw.row, str(raw.row), error.reason, error.message))
-                continue
-            chunk.rows += 1
-            if isinstance(row, ServedRow):
-                self._keep_served(chunk, parts, row)
-            else:
-                self._plan(chunk, texts, row)
-        encoded = self.encoder.encode_cuts([(sample.text, sample.cuts) for _, _, sample in texts])
-        for (conversation, found, sample), tokens in zip(texts, encoded, strict=True):
-            for turn, ids, cuts in self._exact(chunk, found, sample, tokens):
-                key = f"{conversation.row:08d}" if turn is None else f"{conversation.row:08d}_t{turn}"
-                self._keep(chunk, parts, conversation, key, ids, cuts)
+            except SampleError as error:
+                chunk.drops.append(Drop(row.row, row.id, error.reason, error.message))
+        for conversation, sample, encoded in self._encode(chunk, planned):
+            self._keep(chunk, parts, conversation, sample.key(conversation.row), encoded)
         parts.fill(chunk)
         return chunk
 
-    def _plan(self, chunk: Chunk, texts: list[_Planned], row: Conversation) -> None:
-        try:
-            found = self.masker.texts(row)
-        except SampleError as error:
-            chunk.drops.append(Drop(row.row, row.id, error.reason, error.message))
-            return
-        _note(chunk.notes, found)
-        texts.extend((row, found, sample) for sample in found.samples)
-
-    def _exact(
-        self, chunk: Chunk, found: ConversationTexts, sample: SampleText, encoded: Encoded
-    ) -> list[tuple[int | None, list[int], tuple[TokenCut, ...]]]:
+    def _encode(
+        self, chunk: Chunk, planned: Sequence[tuple[Conversation, SampleText]]
+    ) -> Iterator[tuple[Conversation, SampleText, Encoded]]:
         """Samples whose ids before every supervised span are the prompt's own ids.
 
         Where a token lies across the border between prompt and answer, serving never sees that token: the prompt's
         ids and the answer's ids are joined instead, one sample per turn, since a later prompt does merge them.
         """
-        if all(cut.clean for cut in encoded.cuts):
-            return [(sample.turn, encoded.ids, encoded.cuts)]
-        if len(sample.cuts) == 1:
-            chunk.notes["joined at the prompt's end"] += 1
-            joined = self._join(sample)
-            return [(sample.turn, joined.ids, joined.cuts)]
-        samples = sample.split(found.turns_of(sample))
-        again = self.encoder.encode_cuts([(part.text, part.cuts) for part in samples])
-        chunk.notes["split at a token border"] += 1
-        exact = (self._exact(chunk, found, part, tokens) for part, tokens in zip(samples, again, strict=True))
-        return [one for part in exact for one in part]
+        found = self.encoder.encode_cuts([(sample.text, sample.cuts) for _, sample in planned])
+        for (conversation, sample), encoded in zip(planned, found, strict=True):
+            if all(cut.clean for cut in encoded.cuts):
+                yield conversation, sample, encoded
+            elif len(sample.turns) == 1:
+                chunk.notes["joined at the prompt's end"] += 1
+                yield conversation, sample, self._join(sample)
+            else:
+                chunk.notes["split at a token border"] += 1
+                yield from self._encode(chunk, [(conversation, part) for part in sample.split()])
 
     def _join(self, sample: SampleText) -> Encoded:
         cut = sample.cuts[0]
@@ -119,10 +106,9 @@ class RowRenderer:
         ids = [*prompt, *context, *answer]
         return Encoded(ids, (TokenCut(len(prompt), len(prompt) + len(context), len(ids), clean=True),))
 
-    def _keep(
-        self, chunk: Chunk, parts: _Parts, row: Conversation, key: str, ids: list[int], cuts: tuple[TokenCut, ...]
-    ) -> None:
-        spans = [(cut.start, self._turn_end(ids, cut)) for cut in cuts]
+    def _keep(self, chunk: Chunk, parts: _Parts, row: Conversation, key: str, encoded: Encoded) -> None:
+        ids = encoded.ids
+        spans = [(cut.start, self._turn_end(ids, cut)) for cut in encoded.cuts]
         spans = [(start, end) for start, end in spans if end > start]
         ends = [end for _, end in spans]
         kept = limit(ends, ends[-1] if ends else 0, self.spec)  # what follows the last answer was never served
@@ -183,7 +169,7 @@ def _note(notes: Counter[str], found: ConversationTexts) -> None:
         notes["empty turns, not learnt"] += found.empty_turns
     if len(found.samples) > 1:
         notes["conversations fanned out"] += 1
-    for turn in found.turns:
+    for turn in (turn for sample in found.samples for turn in sample.turns):
         if turn.thinking is not None:
             notes["turns thinking on" if turn.thinking else "turns thinking off"] += 1
         if turn.think_added:

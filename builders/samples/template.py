@@ -18,6 +18,9 @@ from eagle3_data.errors import ConfigError, SampleError
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn thinking on and off (Qwen3, GLM; DeepSeek-V3.1, Kimi-K2.5)."""
 
+THINK_FORMS = (("<think>\n", "\n</think>\n\n"), ("<think>", "</think>"))
+"""Think blocks that generation prompts open, and how the model closes them (DeepSeek-R1, QwQ; DeepSeek-V3.1, Kimi)."""
+
 PROBE = (Message(role="user", content="a"),)
 
 
@@ -83,9 +86,13 @@ class ChatTemplate:
             return False
         return on != off
 
-    @cached_property
+    @property
     def reasoning_field(self) -> str:
         """The message field whose text the template renders as reasoning; `reasoning_content` when it renders none."""
+        return self._reasoning_field or REASONING_FIELDS[0]
+
+    @cached_property
+    def _reasoning_field(self) -> str | None:
         call = ToolCall(name="f", arguments={}, id="c1")
         for turn in (
             Message(role="assistant", content="b", reasoning="r"),
@@ -99,27 +106,43 @@ class ChatTemplate:
                     continue
                 if with_it != without:
                     return name
-        return REASONING_FIELDS[0]
+        return None
+
+    @cached_property
+    def _opens_think(self) -> bool:
+        prompt = [message.to_dict(reasoning_field="", arguments="dict", parts=False) for message in PROBE]
+        text = self.render(prompt, generation=True, kwargs=dict.fromkeys(self.thinking_switches, True))
+        return text.endswith(tuple(opener for opener, _ in THINK_FORMS))
 
     def _probe_turn(self, turn: Message, field: str) -> str:
-        form = self.arguments_form
+        form = self.call_form[0]
         messages = [m.to_dict(reasoning_field=field, arguments=form, parts=False) for m in (*PROBE, turn)]
         return self.render(messages, generation=False)
 
     @cached_property
-    def arguments_form(self) -> ArgumentsForm:
-        """Objects, as SGLang passes them; JSON text for templates that can only take text."""
+    def call_form(self) -> tuple[ArgumentsForm, str | None]:
+        """How calls must be written to be rendered: form of their arguments, content of a turn that only calls.
+
+        Objects and "", as SGLang passes them; JSON text or None for templates that take or see calls only so.
+        """
         call = ToolCall(name="f", arguments={"k": "v"}, id="c1")
-        turn = (*PROBE, Message(role="assistant", tool_calls=(call,)))
         forms: tuple[ArgumentsForm, ...] = ("dict", "string")
-        for form in forms:
-            try:
-                messages = [m.to_dict(reasoning_field="", arguments=form, parts=False) for m in turn]
-                self.render(messages, generation=False)
-            except TemplateFailed:
-                continue
-            return form
-        return "dict"
+        for content in ("", None):
+            for form in forms:
+                if self._renders_call(call, form, content):
+                    return form, content
+        return "dict", ""
+
+    def _renders_call(self, call: ToolCall, form: ArgumentsForm, content: str | None) -> bool:
+        user = [m.to_dict(reasoning_field="", arguments=form, parts=False) for m in PROBE]
+        silent = {"role": "assistant", "content": ""}
+        try:
+            with_call = self.render(
+                [*user, {**silent, "content": content, "tool_calls": [call.to_dict(form)]}], generation=False
+            )
+            return with_call != self.render([*user, silent], generation=False)
+        except TemplateFailed:
+            return False
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -137,9 +160,16 @@ class ChatTemplate:
         has_calls = any(message.tool_calls for message in conversation.messages)
         has_reasoning = any(message.reasoning for message in conversation.messages)
         parts = has_parts and self.takes_parts
-        form: ArgumentsForm = self.arguments_form if has_calls else "dict"
+        form, empty = self.call_form if has_calls else ("dict", "")
         field = self.reasoning_field if has_reasoning else ""
-        return [m.to_dict(reasoning_field=field, arguments=form, parts=parts) for m in conversation.messages]
+        dicts = [m.to_dict(reasoning_field=field, arguments=form, parts=parts) for m in conversation.messages]
+        if has_reasoning and self._reasoning_field is None and not self._opens_think:
+            for message, turn in zip(dicts, conversation.messages, strict=True):
+                message["content"] = turn.raw or message["content"]  # as the row has it, and as a client would send it
+        for message in dicts:
+            if empty is None and message.get("tool_calls") and not message["content"]:
+                message["content"] = None
+        return dicts
 
 
 def _is_stock(tokenizer: Any) -> bool:

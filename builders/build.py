@@ -226,7 +226,7 @@ def _open_manifest(
                 nbytes=plan.nbytes,
                 shards=len(plan),
                 shard_bytes=config.shard_bytes,
-                skipped=store.report.skipped,
+                skipped=dict(store.report.dropped),
             ),
         )
     known = {row.instance for row in manifest.servers}

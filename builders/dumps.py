@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from eagle3_data.capture import CaptureSpec
-from eagle3_data.errors import DumpCorrupt, DumpMismatch, NonFinite, ShardCorrupt
+from eagle3_data.errors import DumpCorrupt, DumpMismatch, DumpMissing, NonFinite, ShardCorrupt
 from eagle3_data.protocol import AUX, IDS, LAST, DumpMeta, ProtocolError, RequestId, ids_digest
 from eagle3_data.shards.reader import parse_header, read_metadata
 
@@ -48,8 +48,11 @@ class Dump:
 
 
 def open_dump(path: Path, request: Request, spec: CaptureSpec) -> Dump:
-    """Raises DumpMismatch (not the request's), NonFinite, or DumpCorrupt (not a whole dump)."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    """Raises DumpMismatch (not the request's), NonFinite, DumpCorrupt (not a whole dump), or DumpMissing."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise DumpMissing(f"dump {path.name} was removed by somebody before it was read") from None
     try:
         size = os.fstat(fd).st_size
         head = os.pread(fd, HEAD_BYTES, 0)

@@ -279,10 +279,12 @@ class Extractor:
                 next="see failures.jsonl, mend the cause, then repeat the command (or eagle3-data retry DIR)",
             )
 
+    def _awaits(self, rid: str) -> bool:
+        return rid in self._inflight or rid in self._leftovers
+
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(self.interval_s)
-            keep = self._inflight | self._leftovers.keys()
             for server in self.pool.servers:
-                self.swept += await asyncio.to_thread(server.spool.sweep, self.run_id, keep)
+                self.swept += await asyncio.to_thread(server.spool.sweep, self.run_id, self._awaits)
             self.on_tick(self.tick())

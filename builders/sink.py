@@ -22,7 +22,7 @@ from eagle3_data.errors import DiskFull
 from eagle3_data.manifest import Manifest, ShardRow
 from eagle3_data.protocol import ids_digest
 from eagle3_data.shards.index import read_part
-from eagle3_data.shards.layout import SampleRecord
+from eagle3_data.shards.layout import END_BYTES, SampleRecord
 from eagle3_data.shards.writer import OpenShard, Place
 
 DISK_POLL_S = 2.0
@@ -100,6 +100,7 @@ class ShardSink:
             self.ledger.flush()
             row = await asyncio.to_thread(shard.seal)
             if row is not None:
+                self.nbytes += END_BYTES
                 self._record(row)
             shard.forget()
             del self._open[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +15,8 @@ from eagle3_data.server.client import ServerClient
 POLL_S = 0.003
 STALE_S = 3600.0
 """A dump of ours that nobody took for this long is removed; a live builder takes its dumps within seconds."""
+Keep = Callable[[str], bool]
+"""Whether somebody still waits for the dump of this request id."""
 
 
 class Spool(Protocol):
@@ -29,8 +31,12 @@ class Spool(Protocol):
     def leftovers(self, run: str) -> dict[str, Path]:
         """Dumps of an earlier process of this run that lie here now, by request id."""
 
-    def sweep(self, run: str, keep: Collection[str]) -> int:
-        """Remove what nobody will take: files of `run` whose request id is not in `keep`, others STALE_S old; how many."""
+    def sweep(self, run: str, keep: Keep) -> int:
+        """Remove what nobody will take: files of `run` that `keep` does not name, others STALE_S old; how many.
+
+        `keep` is asked after the folder was listed: a dump appears after its request id is known, so a listed one that
+        is not kept then is nobody's.
+        """
 
 
 class LocalSpool:
@@ -65,11 +71,11 @@ class LocalSpool:
                 found[rid] = path
         return found
 
-    def sweep(self, run: str, keep: Collection[str]) -> int:
+    def sweep(self, run: str, keep: Keep) -> int:
         removed, oldest = 0, time.time() - STALE_S
-        for path in self.folder.glob("e3d-*"):
+        for path in list(self.folder.glob("e3d-*")):
             rid = RequestId.parse(path.name.removesuffix(DUMP_SUFFIX).removesuffix(ERROR_SUFFIX))
-            if rid is None or str(rid) in keep:
+            if rid is None or keep(str(rid)):
                 continue
             try:
                 # late dumps of a killed builder would fill the spool if they waited to grow old
@@ -100,8 +106,8 @@ class RemoteSpool:
     def leftovers(self, run: str) -> dict[str, Path]:
         return {}
 
-    def sweep(self, run: str, keep: Collection[str]) -> int:
-        for path in self.scratch.glob("e3d-*"):
-            if path.name.removesuffix(DUMP_SUFFIX) not in keep:
+    def sweep(self, run: str, keep: Keep) -> int:
+        for path in list(self.scratch.glob("e3d-*")):
+            if not keep(path.name.removesuffix(DUMP_SUFFIX)):
                 path.unlink(missing_ok=True)
         return 0

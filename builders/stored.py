@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from eagle3_data import durable
 from eagle3_data.builders.samples import prepare_samples
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.sink import file_digest
-from eagle3_data.errors import SampleError
+from eagle3_data.errors import ConfigError
 from eagle3_data.runlock import work_folder
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 def load_store(config: BuildConfig, on_text: Callable[[str], None]) -> SampleStore:
     """Render the inputs, or reuse what an earlier run rendered from the same bytes with the same options.
 
+    Whether the build may go on with other samples than it began with is for its fingerprint to say.
+
     Raises InputError for inputs that cannot be read, SampleError when nothing in them can be learnt.
     """
     folder = work_folder(config.out)
@@ -28,22 +32,21 @@ def load_store(config: BuildConfig, on_text: Callable[[str], None]) -> SampleSto
     inputs = describe_inputs(config)
     if path.exists() and note.exists() and json.loads(note.read_text()) == inputs:
         return SampleStore.open(path)
-    fresh = folder / "samples.new.arrow"
+    note.unlink(missing_ok=True)
     report = prepare_samples(
-        config.inputs, config.model, config.samples, fresh, trust_remote_code=config.trust_remote_code
+        list(config.inputs),
+        config.model,
+        config.samples,
+        path,
+        workers=os.cpu_count() or 1,
+        trust_remote_code=config.trust_remote_code,
     )
-    store = SampleStore.open(fresh)
-    skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(report.skipped.items()))
-    on_text(f"{report.samples:,} samples from {report.conversations:,} conversations" + (f" (left out: {skipped})" if skipped else ""))
-    if not len(store):
-        raise SampleError(
-            "no sample has anything to learn" + (f": {skipped}" if skipped else ""),
-            next="eagle3-data samples --show 3 shows what the template and the mask make of the first rows",
-        )
-    if path.exists() and SampleStore.open(path).digest == store.digest:
-        fresh.unlink()
-    else:
-        fresh.replace(path)  # the fingerprint decides whether the build may go on with them
+    left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(report.dropped.items()))
+    on_text(
+        f"{report.samples:,} samples from {report.rows:,} rows of {report.form}, "
+        f"{100 * report.supervised_share:.0f} % of {report.tokens:,} tokens supervised"
+        + (f"; left out: {left_out}" if left_out else "")
+    )
     durable.write_text(note, json.dumps(inputs))
     return SampleStore.open(path)
 
@@ -52,3 +55,39 @@ def describe_inputs(config: BuildConfig) -> dict[str, Any]:
     """What rendering depends on, by content where it is a file."""
     files = {name: file_digest(Path(name)) if Path(name).is_file() else "" for name in config.inputs}
     return {"files": files, "model": config.model, "samples": config.samples.to_dict()}
+
+
+def remember(config: BuildConfig) -> None:
+    """Keep the settings in the work folder, without the key, so that `retry DIR` needs no others."""
+    from eagle3_data.builders.build import make_folder
+
+    make_folder(config.out)
+    data = asdict(replace(config, api_key=None, retry_failed=False))
+    data["samples"] = config.samples.to_dict()
+    durable.write_text(_settings_path(config.out), json.dumps(data, default=str, indent=1) + "\n")
+
+
+def recall(folder: Path) -> BuildConfig:
+    """The settings of the last `build` here. Raises ConfigError when there was none."""
+    from eagle3_data.builders.build import BuildConfig
+    from eagle3_data.builders.pool import FlowConfig
+    from eagle3_data.builders.samples.spec import SampleSpec
+
+    try:
+        data = json.loads(_settings_path(folder).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} holds no build of this machine", next="eagle3-data build --help") from None
+    data.update(
+        out=folder,
+        inputs=tuple(data["inputs"]),
+        servers=tuple(data["servers"]),
+        samples=SampleSpec.from_dict(data["samples"]),
+        flow=FlowConfig(**data["flow"]),
+        layers=tuple(data["layers"]) if data["layers"] else None,
+        spool=Path(data["spool"]) if data["spool"] else None,
+    )
+    return BuildConfig(**data)
+
+
+def _settings_path(folder: Path) -> Path:
+    return work_folder(folder) / "settings.json"

@@ -18,7 +18,7 @@ from eagle3_data.patches.sglang.pool import WriterPool
 from eagle3_data.patches.sglang.refusals import Refused
 from eagle3_data.patches.sglang.rows import Prompts
 from eagle3_data.patches.sglang.states import BatchStates, CapturePath
-from eagle3_data.protocol import SpoolConfig
+from eagle3_data.protocol import SpoolConfig, instance_marker
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class Capture:
                 [f'{config.pinned_bytes:,} bytes could not be pinned ({error}); lower "pinned_bytes" in eagle3.json']
             ) from error
         pool = WriterPool(spool, config, form) if writes else None
+        if writes:
+            instance_marker(spool, form.instance).touch()
         logger.info("eagle3-data: capturing outputs of layers %s to %s (%s)", list(layers), spool, path.name)
         return cls(facts, path, spool, config, form, writes, Prompts(), copier, pool)
 

@@ -1,0 +1,142 @@
+"""`eagle3-data build` and `retry`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from eagle3_data.builders.build import BuildConfig, BuildReport, build
+from eagle3_data.builders.pool import FlowConfig
+from eagle3_data.builders.samples.spec import SampleSpec
+from eagle3_data.builders.stored import recall, remember
+from eagle3_data.cli.progress import RunProgress, console, say
+from eagle3_data.errors import ConfigError
+from eagle3_data.status import format_bytes
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """'1GiB', '500 MB', '4096' -> bytes. Raises ConfigError."""
+    match = SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size", next="for example 1GiB, 500MB or 1073741824")
+    return int(float(match[1]) * UNITS[(match[2] or "B").lower()])
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """'1,29,57' -> (1, 29, 57). Raises ConfigError."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--layers {text!r} is not a list of numbers", next="for example --layers 1,29,57") from None
+
+
+def build_command(
+    inputs: Annotated[list[str], typer.Argument(help="Conversation files: JSONL, JSON or Parquet.")],
+    model: Annotated[str, typer.Option(help="The target (folder or hub id): its tokenizer and template are used.")],
+    out: Annotated[Path, typer.Option(help="Folder of the build. The same command goes on where it stopped.")],
+    server: Annotated[list[str], typer.Option(help="URL of a patched server; repeat for several.")],
+    dataset: Annotated[str, typer.Option(help="Name of the data set.")] = "custom",
+    layers: Annotated[str | None, typer.Option(help="Aux layers to insist on (outputs), e.g. 1,29,57.")] = None,
+    last: Annotated[str, typer.Option(help="'hidden': keep the last state; 'none': aux layers alone.")] = "hidden",
+    shard_size: Annotated[str, typer.Option(help="Largest shard.")] = "1GiB",
+    max_tokens: Annotated[int | None, typer.Option(help="Longest sample.")] = None,
+    truncation: Annotated[str, typer.Option(help="Longer samples: 'drop', or 'cut' at a turn's end.")] = "drop",
+    loss: Annotated[str, typer.Option(help="'all-assistant' or 'last-turn'.")] = "all-assistant",
+    thinking: Annotated[str, typer.Option(help="'auto', 'on', 'off' or 'template'.")] = "auto",
+    reasoning: Annotated[str, typer.Option(help="Reasoning: in the 'loss', as 'context', or 'drop'.")] = "loss",
+    max_inflight: Annotated[int, typer.Option(help="Requests in flight per server.")] = 64,
+    request_timeout: Annotated[float, typer.Option(help="Seconds until a prompt must be answered.")] = 600.0,
+    retries: Annotated[int, typer.Option(help="Further attempts for what may pass.")] = 3,
+    max_failure_share: Annotated[float, typer.Option(help="Stop when more than this share failed.")] = 0.01,
+    matching: Annotated[str, typer.Option(help="'identity', or 'token_count' for servers with an older patch.")] = "identity",
+    spool: Annotated[Path | None, typer.Option(help="Only with --matching token_count: where req_* folders appear.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the tokenizer's own code (Kimi needs it).")] = False,
+) -> None:
+    """Capture conversations into sealed shards.
+
+    Example: eagle3-data build chats.jsonl --model Qwen/Qwen3-8B --server http://127.0.0.1:30000 --out qwen3-data
+    """
+    config = BuildConfig(
+        out=out,
+        inputs=tuple(inputs),
+        model=model,
+        servers=tuple(server),
+        dataset=dataset,
+        layers=parse_layers(layers),
+        last=last,  # type: ignore[arg-type]
+        shard_bytes=parse_size(shard_size),
+        samples=SampleSpec(
+            loss=loss,  # type: ignore[arg-type]
+            thinking=thinking,  # type: ignore[arg-type]
+            reasoning=reasoning,  # type: ignore[arg-type]
+            max_tokens=max_tokens,
+            truncation=truncation,  # type: ignore[arg-type]
+        ),
+        flow=FlowConfig(max_inflight=max_inflight, request_timeout_s=request_timeout, retries=retries),
+        max_failure_share=max_failure_share,
+        matching=matching,  # type: ignore[arg-type]
+        spool=spool,
+        api_key=api_key,
+        trust_remote_code=trust_remote_code,
+    )
+    run_build(config)
+
+
+def retry_command(
+    folder: Annotated[Path, typer.Argument(help="A build that ended with failed samples.")],
+    server: Annotated[list[str | None], typer.Option(help="Other servers than those of the build.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)] = None,
+) -> None:
+    """Try the failed samples of a build again; what is sealed stays as it is.
+
+    Example: eagle3-data retry qwen3-data
+    """
+    config = replace(recall(folder), retry_failed=True, api_key=api_key)
+    run_build(replace(config, servers=tuple(server)) if server else config)
+
+
+def run_build(config: BuildConfig) -> None:
+    """Build with a progress bar, then the report; exit code 130 when it was interrupted."""
+    remember(config)
+    with RunProgress("extract") as progress:
+        report = build(config, on_tick=progress, on_text=say)
+    print_report(report)
+    if not report.complete:
+        say("interrupted: everything placed is kept; the same command goes on from here")
+        sys.exit(130)
+
+
+def print_report(report: BuildReport) -> None:
+    failed, skipped = sum(report.failed.values()), sum(report.skipped.values())
+    table = Table(show_header=False, box=None)
+    rows = {
+        "samples": f"{report.planned:,} planned = {report.saved:,} saved + {failed:,} failed + {skipped:,} skipped"
+        + ("" if report.complete else f" + {report.planned - report.saved - failed - skipped:,} to do"),
+        "this run": f"{report.sent:,} requests sent, {report.resumed:,} samples skipped (already saved)"
+        + (f", {report.adopted:,} dumps of an earlier process used" if report.adopted else ""),
+        "retried": _counts(report.retried),
+        "failed": _counts(report.failed),
+        "left out": _counts(report.skipped),
+        "tokens": f"{report.tokens:,} at {report.tokens_per_s:,.0f} tok/s",
+        "bytes": format_bytes(report.nbytes),
+        "folder": str(report.out),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table, highlight=False)
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"

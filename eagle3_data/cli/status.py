@@ -1,0 +1,78 @@
+"""`eagle3-data status`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from eagle3_data.cli.progress import console
+from eagle3_data.status import Status, format_bytes, format_duration, format_line, read_status
+
+WATCH_S = 2.0
+FOLLOW_S = 10.0
+ENDED = ("COMPLETE", "FAILED", "INTERRUPTED", "DEAD")
+EXIT_CODES = {"FAILED": 2, "DEAD": 3, "STALLED": 4}
+
+
+def status_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of a build.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Live view until the build ends or Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="One log line per 10 seconds.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, one object.")] = False,
+) -> None:
+    """How far a build is, how fast, and whether it is alive. Exit code 2 FAILED, 3 DEAD, 4 STALLED, else 0.
+
+    Example: eagle3-data status kimi-data --watch
+    """
+    status = read_status(folder)
+    if as_json:
+        print(json.dumps(status.to_dict()))
+    elif watch:
+        with Live(render(folder, status), console=console, refresh_per_second=4) as live:
+            while status.state not in ENDED:
+                time.sleep(WATCH_S)
+                status = read_status(folder)
+                live.update(render(folder, status))
+    elif follow:
+        print(format_line(status), flush=True)
+        while status.state not in ENDED:
+            time.sleep(FOLLOW_S)
+            status = read_status(folder)
+            print(format_line(status), flush=True)
+    else:
+        console.print(render(folder, status))
+    sys.exit(EXIT_CODES.get(status.state, 0))
+
+
+def render(folder: Path, status: Status) -> Table:
+    """The whole answer on one screen."""
+    table = Table(show_header=False, box=None, highlight=False)
+    share = 100 * status.done / status.of if status.of else 100.0
+    failed = ", ".join(f"{count:,} {reason}" for reason, count in sorted(status.failed.items())) or "none"
+    skipped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(status.skipped.items())) or "none"
+    retried = ", ".join(f"{count:,} {reason}" for reason, count in sorted(status.retried.items())) or "none"
+    rows = {
+        "build": str(folder),
+        "state": status.state + (f" - {status.note}" if status.note else ""),
+        "samples": f"{status.done:,} of {status.of:,} ({share:.1f} %)",
+        "tokens": f"{status.tokens:,} of {status.tokens_of:,}",
+        "speed": f"{status.tokens_per_s:,.0f} tok/s now, {status.tokens_per_s_whole:,.0f} whole run, "
+        f"{status.samples_per_s:.2f} samples/s, request {status.request_s:.1f} s",
+        "ETA": format_duration(status.eta_s),
+        "errors": failed,
+        "retried": retried,
+        "left out": skipped,
+        "written": f"{format_bytes(status.nbytes)} of {format_bytes(status.nbytes_of)}, {format_bytes(status.free_bytes)} free",
+        "servers": f"{status.servers_up} of {status.servers} up, {status.inflight} requests in flight",
+        "progress": f"last {format_duration(status.progress_age_s)} ago",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table

@@ -1,8 +1,8 @@
 """The real SGLang server for tests, on a CPU: started when first asked for, one kind at a time.
 
-A start takes 20 to 60 seconds. So tests name the kind of server they need by a fixture (`llama_server`, `chunked_server`,
-`qwen3_server`), are ordered by kind (tests/conftest.py), and each kind is started once a session. Under pytest-xdist they all
-carry one group: run with `--dist loadgroup`, and one worker has the servers.
+A start takes 20 to 60 seconds. So tests name the kind of server they need by a fixture (`llama_server`,
+`chunked_server`, `qwen3_server`), are ordered by kind (tests/conftest.py), and each kind is started once a session.
+Under pytest-xdist they all carry one group: run with `--dist loadgroup`, and one worker has the servers.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_data.capture import CaptureSpec
-from eagle3_data.errors import ConnectionLost, Eagle3Error, ServerError, ServerUnfit
+from eagle3_data.errors import ConnectionLost, DumpFailed, DumpMissing, Eagle3Error, ServerError, ServerUnfit
 from eagle3_data.protocol import (
     AUX,
     DUMP_SUFFIX,
@@ -31,6 +31,7 @@ from eagle3_data.protocol import (
     DumpMeta,
     ProtocolError,
     ids_digest,
+    instance_marker,
 )
 from eagle3_data.server.client import ServerClient
 
@@ -170,7 +171,7 @@ def canary_lengths(info: CaptureInfo) -> list[int]:
 async def _canaries(client: ServerClient, infos: Sequence[CaptureInfo], timeout_s: float, checks: list[Check]) -> None:
     info, run = infos[0], secrets.token_hex(8)
     spool = Path(info.spool)
-    seen_here = spool.is_dir()
+    seen_here = instance_marker(spool, info.instance).exists()
     with tempfile.TemporaryDirectory(prefix="eagle3-doctor-") as scratch:
         for number, tokens in enumerate(canary_lengths(info)):
             rid = f"e3d-{run}-canary{number}-0"
@@ -179,11 +180,11 @@ async def _canaries(client: ServerClient, infos: Sequence[CaptureInfo], timeout_
                 reply = await client.prefill(ids, rid)
                 if reply.prompt_tokens != tokens:
                     raise ServerUnfit(f"the server took {reply.prompt_tokens} of {tokens} tokens")
-                path = await _local_dump(spool, rid, timeout_s if number == 0 else 2.0) if seen_here else None
-                if path is None:
-                    seen_here = False
+                if seen_here:
+                    path = await _local_dump(spool, rid, timeout_s)
+                else:
                     path = Path(scratch) / f"{rid}{DUMP_SUFFIX}"
-                    await client.fetch_dump(rid, path, wait_s=timeout_s if number else 2.0)
+                    await client.fetch_dump(rid, path, wait_s=timeout_s)
                 problems = inspect_dump(path, rid, ids, info)
                 next_token = reply.output_ids[0] if reply.output_ids else None
                 if not problems and next_token != _meta(path).next_token:
@@ -211,18 +212,18 @@ async def _canaries(client: ServerClient, infos: Sequence[CaptureInfo], timeout_
     checks.append(Check("spool", True, f"{info.spool} ({where})"))
 
 
-async def _local_dump(spool: Path, rid: str, timeout_s: float) -> Path | None:
-    """The dump in a folder that may be the server's spool; None when it has not come. Raises for an error record."""
+async def _local_dump(spool: Path, rid: str, timeout_s: float) -> Path:
+    """The dump in a spool that both sides see. Raises DumpFailed for an error record, DumpMissing when none comes."""
     path, error = spool / f"{rid}{DUMP_SUFFIX}", spool / f"{rid}{ERROR_SUFFIX}"
     deadline = asyncio.get_running_loop().time() + timeout_s
-    while asyncio.get_running_loop().time() < deadline:
-        if path.exists():
-            return path
+    while not path.exists():
         if error.exists():
             record = DumpError.from_json(error.read_text())
-            raise ServerUnfit(f"{record.reason}: {record.detail}")
+            raise DumpFailed(f"{record.reason}: {record.detail}")
+        if asyncio.get_running_loop().time() > deadline:
+            raise DumpMissing(f"no dump of {rid} in {spool} within {timeout_s:.0f} s")
         await asyncio.sleep(POLL_S)
-    return None
+    return path
 
 
 def _meta(path: Path) -> DumpMeta:

@@ -94,7 +94,7 @@ def server_command(config: ServerConfig, *, port: int, native: bool) -> list[str
         backend = "intel_amx" if config.draft else "torch_native"
         command += ["--device", "cpu", "--attention-backend", backend]
         command += ["--max-total-tokens", "16384", "--mem-fraction-static", "0.3"]
-        command += ["--chunked-prefill-size", "-1"]
+        command += ["--chunked-prefill-size", "-1", "--sleep-on-idle"]
     if config.api_key:
         command += ["--api-key", config.api_key]
     if config.spool is not None:

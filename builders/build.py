@@ -292,6 +292,7 @@ def _finish(config: BuildConfig, sink: ShardSink) -> None:
     """Index in one file, card, and last the manifest's word that the build is complete."""
     manifest = sink.manifest.model_copy(update={"state": "complete", "failed": sink.ledger.failed})
     sink.ledger.rewrite()
+    sink.tidy()
     consolidate(config.out, manifest)
     write_card(config.out, manifest)
     manifest.save(config.out)

@@ -105,6 +105,11 @@ class ShardSink:
             shard.forget()
             del self._open[name]
 
+    def tidy(self) -> None:
+        """All shards are sealed: drop the notes that a crash just after a seal left behind."""
+        for path in (self.folder / "data").glob(f".{self.manifest.split}-*"):
+            path.unlink()
+
     def close(self) -> None:
         """The end of a run, however it ends: what was placed stays, ready for a resume."""
         for shard in self._open.values():

@@ -148,7 +148,7 @@ def parse_row(raw: RawRow, form: Form) -> Row:
     """
     value = raw.value()
     found = form_of(value)
-    if found is None or found is not form:
+    if found is None or found.name != form.name:
         what = "no column of a known form" if found is None else f"the form {found.name!r}"
         raise InputError(
             f"{raw.where}: {what} (columns {', '.join(sorted(map(str, value)))}), the first rows are {form.name!r}",

@@ -52,7 +52,11 @@ def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False) -> Any
 
 @dataclass(frozen=True, slots=True)
 class RendererPlan:
-    """What a process needs to build its renderer; small when the tokenizer is named by its folder."""
+    """What a process needs to build its renderer.
+
+    The tokenizer itself, so that other processes need not import torch, which loading one does (0.4 GB each); its name
+    where the tokenizer's own code has to be loaded first.
+    """
 
     tokenizer: Any
     spec: SampleSpec
@@ -85,9 +89,12 @@ def prepare_samples(
     """
     started = time.monotonic()
     stream = open_rows(inputs)
-    source = tokenizer_or_model if not isinstance(tokenizer_or_model, Path) else str(tokenizer_or_model)
-    plan = RendererPlan(source, spec, stream.form, trust_remote_code)
-    renderer = plan.build()
+    tokenizer = tokenizer_or_model
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    named = trust_remote_code and isinstance(tokenizer_or_model, str | Path)
+    renderer = RendererPlan(tokenizer, spec, stream.form, trust_remote_code).build()
+    plan = RendererPlan(str(tokenizer_or_model) if named else tokenizer, spec, stream.form, trust_remote_code)
     spec = replace(spec, template_digest=renderer.masker.template.digest, tokenizer_digest=renderer.encoder.digest)
     tally = _Tally(spec, progress)
     with SampleWriter(Path(out), spec) as writer:

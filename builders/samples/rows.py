@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -118,7 +119,7 @@ class RowRenderer:
         mask = np.zeros(kept, np.uint8)
         for start, end in spans:
             mask[start:end] = 1
-        parts.add(chunk, key, row.id, row.source, np.array(ids[:kept], np.int32), mask)
+        parts.add(chunk, key, row.id, row.source, np.frombuffer(array("i", ids[:kept]), np.int32), mask)
 
     def _turn_end(self, ids: list[int], cut: TokenCut) -> int:
         """Just past the turn-end token: the white space that a template writes after it is not the model's."""

@@ -185,11 +185,12 @@ def _compiled(tokenizer: Any) -> Callable[..., str] | None:
         from transformers.utils.chat_template_utils import _compile_jinja_template
     except ImportError:
         return None
-    special = dict(tokenizer.special_tokens_map)
     template = _compile_jinja_template(tokenizer.chat_template)
+    # `template.render` copies its globals, a chain of maps, on every call; they are the same for all of ours
+    shared = {**dict(template.globals), **tokenizer.special_tokens_map}
 
     def render(**variables: Any) -> str:
-        return str(template.render(**{**special, **variables}))
+        return "".join(template.root_render_func(template.new_context({**shared, **variables}, shared=True)))
 
     return render
 

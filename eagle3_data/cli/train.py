@@ -1,0 +1,274 @@
+"""`eagle3-data train`, `export` and `evaluate`, and the entry point of `accelerate launch -m eagle3_data.train`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional, get_args
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from eagle3_data import durable
+from eagle3_data.errors import ConfigError, Eagle3Error
+from eagle3_data.train.config import TrainConfig, load_config, override, parse_config, read_yaml, to_yaml
+from eagle3_data.train.presets import PRESETS, preset_values
+
+console = Console()
+OptionalPath = Optional[Path]  # noqa: UP045 - typer evaluates annotations on Python 3.10
+OptionalText = Optional[str]  # noqa: UP045
+OptionalInt = Optional[int]  # noqa: UP045
+OptionalFloat = Optional[float]  # noqa: UP045
+
+
+def train_command(
+    set_: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Single settings, over file and preset."),
+    ] = None,
+    data: Annotated[OptionalPath, typer.Option(help="Folder of a build.")] = None,
+    out: Annotated[OptionalPath, typer.Option(help="Run folder; an interrupted run in it is continued.")] = None,
+    target: Annotated[OptionalText, typer.Option(help="The target; default: the model the data names.")] = None,
+    config: Annotated[OptionalPath, typer.Option(help="YAML file with all settings.")] = None,
+    preset: Annotated[OptionalText, typer.Option(help=f"Start from: {', '.join(sorted(PRESETS))}.")] = None,
+    minutes: Annotated[OptionalFloat, typer.Option(help="Stop after this much training time.")] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and stop.")] = False,
+) -> None:
+    """Train an EAGLE-3 draft on a build, on one device.
+
+    On several: accelerate launch -m eagle3_data.train --config run.yaml (same options).
+
+    Example: eagle3-data train --data kimi-data --target moonshotai/Kimi-K2.5 --out run --preset kimi_k25_synth
+    """
+    if print_config:
+        # a schema to fill in needs no folders yet
+        data, out = data or (Path("DATA") if config is None else None), out or (Path("RUN") if config is None else None)
+    settings = gather(
+        config=config, preset=preset, data=data, out=out, target=target, minutes=minutes, assignments=set_ or []
+    )
+    if print_config:
+        print(to_yaml(settings), end="")
+        return
+    _train(settings)
+
+
+def gather(
+    *,
+    config: Path | None,
+    preset: str | None,
+    data: Path | None,
+    out: Path | None,
+    target: str | None,
+    minutes: float | None,
+    assignments: list[str],
+) -> TrainConfig:
+    """One configuration out of file, preset and options; later ones win in this order: preset, file, options."""
+    values: dict[str, Any] = {"data": {}, "run": {}}
+    if preset is not None:
+        values = preset_values(preset, folder=data or Path("data"), output=out or Path("run"))
+    if config is not None:
+        for section, fields in read_yaml(config).items():
+            values.setdefault(section, {}).update(fields)
+    if data is not None:
+        values["data"]["folder"] = str(data)
+    if out is not None:
+        values["run"]["output"] = str(out)
+    if target is not None:
+        values.setdefault("target", {})["model"] = target
+    if minutes is not None:
+        values.setdefault("optim", {})["max_minutes"] = minutes
+    values = override(values, assignments)
+    missing = [f"--{name}" for name, section, field in _REQUIRED if field not in values[section]]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} missing", next="give them, or a file with --config")
+    return parse_config(values, source=str(config) if config else "the options")
+
+
+_REQUIRED = (("data", "data", "folder"), ("out", "run", "output"))
+
+
+def _train(settings: TrainConfig) -> None:
+    from eagle3_data.shards import ShardSet
+    from eagle3_data.train.trainer import Trainer
+
+    trainer = Trainer(settings, ShardSet.open(settings.data.folder))
+    report = trainer.run()
+    if not trainer.accelerator.is_main_process:
+        return
+    table = Table(title=f"{report.stopped} after {report.state.step:,} steps", show_header=False)
+    table.add_row("trained tokens", f"{report.state.tokens:,}")
+    table.add_row("loss", f"{report.state.first_loss:.3f} -> {report.state.last_loss:.3f}")
+    table.add_row("acceptance length", f"{report.state.best_acceptance:.2f} (simulated, held out, best)")
+    if report.state.skipped_steps:
+        table.add_row("skipped steps", f"{report.state.skipped_steps:,}")
+    table.add_row("checkpoint", str(report.checkpoint))
+    console.print(table, highlight=False)
+    print(f"next: eagle3-data export {report.output} --out {report.output / 'export'}")
+
+
+def export_command(
+    source: Annotated[Path, typer.Argument(help="Run folder (its best checkpoint) or one checkpoint.")],
+    out: Annotated[OptionalPath, typer.Option(help="Folder to write. Default: SOURCE/export.")] = None,
+    to: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    target: Annotated[OptionalText, typer.Option(help="The target's name where it will be served.")] = None,
+    draft_tokens: Annotated[int, typer.Option(help="Draft tokens per step, in the printed command.")] = 3,
+) -> None:
+    """Write a trained draft as SGLang or vLLM load it, checked for what the engine would reject.
+
+    Example: eagle3-data export run --to vllm --out kimi-k2.5-eagle3
+    """
+    from eagle3_data.train.engines import Engine
+    from eagle3_data.train.export import DTYPES, export_draft
+
+    if to not in get_args(Engine):
+        raise ConfigError(f"--to {to!r} is not one of {', '.join(get_args(Engine))}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    result = export_draft(
+        source,
+        out or source / "export",
+        engine=to,  # type: ignore[arg-type]
+        dtype=dtype,  # type: ignore[arg-type]
+        target=target,
+        draft_tokens=draft_tokens,
+    )
+    for finding in result.warnings:
+        console.print(str(finding), highlight=False, markup=False)
+    print(f"exported to {result.folder}; serve it with:\n  {result.command}")
+
+
+def evaluate_command(
+    draft: Annotated[list[Path], typer.Option(help="Exported draft (SGLang); repeat to compare several.")],
+    target: Annotated[str, typer.Option(help="The target: folder or hub id.")],
+    prompts: Annotated[OptionalPath, typer.Option(help="JSONL with prompt or messages, and category.")] = None,
+    data: Annotated[OptionalPath, typer.Option(help="Instead: the held-out samples of a build.")] = None,
+    run: Annotated[OptionalPath, typer.Option(help="With --data: the run whose held-out share it is.")] = None,
+    url: Annotated[OptionalText, typer.Option(help="A running server with the draft; none is started.")] = None,
+    limit: Annotated[OptionalInt, typer.Option(help="Use the first N prompts.")] = None,
+    draft_tokens: Annotated[int, typer.Option(help="Draft tokens per step.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 8,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    baseline: Annotated[bool, typer.Option(help="Also measure without the draft.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="SGLang's --dtype.")] = "auto",
+    tp: Annotated[int, typer.Option(help="GPUs for tensor parallelism.")] = 1,
+    python: Annotated[OptionalText, typer.Option(help="Interpreter that has SGLang.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the tokenizer's own code.")] = False,
+    log: Annotated[OptionalPath, typer.Option(help="Where SGLang's output goes.")] = None,
+    out: Annotated[OptionalPath, typer.Option(help="Write the report as JSON.")] = None,
+) -> None:
+    """Measure a draft's acceptance length in the real SGLang server, which this command starts.
+
+    Example: eagle3-data evaluate --draft run/export --target Qwen/Qwen3-8B --prompts prompts.jsonl --baseline
+    """
+    from eagle3_data.server.process import Device
+    from eagle3_data.train.evaluate import EvalConfig, evaluate_draft, evaluate_url, measure_plain
+
+    if device not in get_args(Device):
+        raise ConfigError(f"--device {device!r} is not one of {', '.join(get_args(Device))}")
+    if (prompts is None) == (data is None):
+        raise ConfigError("give either --prompts or --data")
+    config = EvalConfig(
+        target=target,
+        draft_tokens=draft_tokens,
+        max_new_tokens=max_new_tokens,
+        concurrency=concurrency,
+        temperature=temperature,
+        device=device,  # type: ignore[arg-type]
+        tp=tp,
+        dtype=dtype,
+        python=python,
+    )
+    chosen = _prompts(prompts, data, run, target, trust_remote_code, limit)
+    plain = None
+    if baseline and url is None:
+        say("measuring the target without a draft")
+        plain = measure_plain(chosen, config, log=log, on_answer=_count)
+    reports = []
+    for folder in draft:
+        say(f"measuring {folder}")
+        if url is not None:
+            reports.append(evaluate_url(url, chosen, config, draft=str(folder), plain=plain, on_answer=_count))
+        else:
+            reports.append(evaluate_draft(folder, chosen, config, plain=plain, log=log, on_answer=_count))
+    for report in reports:
+        show_report(report)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_text(out, json.dumps([report.to_dict() for report in reports], indent=1) + "\n")
+
+
+def _prompts(
+    prompts: Path | None, data: Path | None, run: Path | None, target: str, trust_remote_code: bool, limit: int | None
+) -> Any:
+    from eagle3_data.train.eval_prompts import heldout_prompts, read_prompts
+
+    if prompts is not None:
+        return read_prompts(prompts, target, trust_remote_code=trust_remote_code, limit=limit)
+    assert data is not None
+    from eagle3_data.shards import ShardSet
+    from eagle3_data.train.plan import split_samples
+
+    opened = ShardSet.open(data)
+    if run is None:
+        samples = list(range(len(opened)))
+    else:
+        settings = load_config(run / "config.yaml")
+        samples = split_samples(opened.keys, opened.tokens, settings.data, seed=settings.optim.seed).holdout.tolist()
+    return heldout_prompts(opened, samples, limit=limit)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _count(done: int, total: int) -> None:
+    if done == total or done % max(1, total // 10) == 0:
+        say(f"  {done}/{total} answers")
+
+
+def show_report(report: Any) -> None:
+    """The report as a table: one row per category, then all."""
+    table = Table(title=f"{report.draft} on {report.target}, {report.draft_tokens} draft tokens", title_justify="left")
+    for name in ("prompts", "answers", "tokens", "acceptance length", "accepted by position", "repeating"):
+        table.add_column(name, justify="left" if name == "prompts" else "right")
+    rows = [*report.by_category.items()] if len(report.by_category) > 1 else []
+    for name, part in [*rows, ("all", report.overall), ("all, without repeating ones", report.diverse_only)]:
+        positions = " ".join(f"{share:.2f}" for share in part.by_position)
+        length = f"{part.acceptance_length:.2f}"
+        table.add_row(name, f"{part.answers}", f"{part.tokens:,}", length, positions, f"{part.low_diversity}")
+    console.print(table, highlight=False, markup=False)
+    line = f"{report.tokens_per_s:,.1f} tok/s with the draft at {report.concurrency} in flight"
+    if report.plain_tokens_per_s is not None:
+        line += f", {report.plain_tokens_per_s:,.1f} without: {report.speedup:.2f}x"
+    if report.equal_answers is not None:
+        line += f"; {report.equal_answers} of {report.overall.answers} greedy answers equal"
+    say(line)
+    if report.overall.low_diversity * 5 > report.overall.answers:
+        say("warning: more than a fifth of the answers repeat themselves; the acceptance length is flattered by them")
+
+
+def run_module() -> int:
+    """`python -m eagle3_data.train`: the train command, with its errors as one message and exit code 1."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(train_command)
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as stop:
+        return stop.exit_code
+    except typer.Abort:
+        return 130
+    except (Eagle3Error, yaml.YAMLError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if hasattr(error, "format_message"):  # click's usage errors, whichever click typer ships
+            print(f"error: {error.format_message()}", file=sys.stderr)
+            return 2
+        raise
+    return 0

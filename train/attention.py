@@ -1,0 +1,178 @@
+"""Attention of the training-time test: causal over the keys of step 0, plus the diagonal of every later step.
+
+Row t at draft step i sees K_0[t'] for t' <= t of its document and its own K_j[t] for j = 1..i: exactly what a draft
+decoding i tokens after row t has in its cache, where accepted rows were recomputed from true states (EAGLE-3,
+arXiv 2503.01840, figure 6). The first part does not change with i, so one mask serves all steps; its result and the few
+diagonal terms are joined by their log-sum-exp, as FlashAttention joins blocks.
+
+Nothing but a row itself ever looks at its later steps, so only trained rows are queries; the other rows (prompts,
+padding) lend their keys of step 0 and cost nothing more.
+
+Shapes: N rows of a flattened batch, R of them trained ("active"), H query heads, K key heads, D head width, J later
+steps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+QUERY_BLOCK = 256
+FLEX_BLOCK = 128
+
+
+class StepZeroAttention(Protocol):
+    """Causal attention of the active rows over the keys of step 0: (out [H, R, D], lse float32 [H, R])."""
+
+    def __call__(self, q_HRD: Tensor, k_KND: Tensor, v_KND: Tensor, step: int) -> tuple[Tensor, Tensor]: ...
+
+
+class PlainAttention:
+    """Explicit scores, document by document, in blocks of queries that the backward pass makes again: memory stays at
+    one block of scores. `document_N`: a number per document, -1 on padding; `active_R`: ascending rows."""
+
+    def __init__(self, document_N: Tensor, active_R: Tensor, window: int | None = None) -> None:
+        self.active, self.window = active_R, window
+        numbers, counts = torch.unique_consecutive(document_N, return_counts=True)
+        ends = counts.cumsum(0)
+        starts = ends - counts
+        queries = torch.stack([torch.searchsorted(active_R, starts), torch.searchsorted(active_R, ends)])
+        runs = torch.stack([numbers, starts, *queries]).T.tolist()
+        self._blocks = [
+            (start, low, min(low + QUERY_BLOCK, last))
+            for number, start, first, last in runs
+            for low in range(first, last, QUERY_BLOCK)
+            if number >= 0
+        ]
+        covered = sum(high - low for _, low, high in self._blocks)
+        if covered != len(active_R):
+            # a batch without any trained row keeps one row of padding active, which sees itself alone
+            self._blocks = [(int(row), at, at + 1) for at, row in enumerate(active_R.tolist())]
+        rows = active_R.tolist()
+        self._spans = [(start, rows[high - 1] + 1, low, high) for start, low, high in self._blocks]
+
+    def __call__(self, q_HRD: Tensor, k_KND: Tensor, v_KND: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        outs, lses = [], []
+        for start, end, low, high in self._spans:
+            visible = self._visible(start, end, low, high, step)
+            args = (q_HRD[:, low:high], k_KND[:, start:end], v_KND[:, start:end], visible)
+            if torch.is_grad_enabled():
+                out, lse = cast(tuple[Tensor, Tensor], checkpoint(_attend, *args, use_reentrant=False))
+            else:
+                out, lse = _attend(*args)
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
+
+    def _visible(self, start: int, end: int, low: int, high: int, step: int) -> Tensor:
+        """bool [high - low, end - start]"""
+        query = self.active[low:high, None]
+        key = torch.arange(start, end, device=query.device)
+        visible = key <= query
+        # the query stands at position t + step; its own later keys take `step` places of the window
+        return visible if self.window is None else visible & (key > query + step - self.window)
+
+
+def _attend(q_HRD: Tensor, k_KND: Tensor, v_KND: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    heads, rows, width = q_HRD.shape
+    kv_heads = k_KND.shape[0]
+    # the query heads of one key head go through one product
+    q = q_HRD.reshape(kv_heads, -1, width)
+    scores = torch.bmm(q, k_KND.transpose(1, 2)).float().view(kv_heads, heads // kv_heads, rows, -1)
+    scores = (scores / math.sqrt(width)).masked_fill(~visible, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    # with a window a late step may see no key of step 0 at all
+    weights = (scores - lse.clamp_min(-1e30).unsqueeze(-1)).exp().to(v_KND.dtype)
+    out = torch.bmm(weights.view(kv_heads, -1, weights.shape[-1]), v_KND)
+    return out.view(heads, rows, width), lse.reshape(heads, rows)
+
+
+class FlexAttention:
+    """The same through torch's flex attention: a fused kernel on GPU, no scores in memory, block-sparse documents."""
+
+    def __init__(
+        self, document_N: Tensor, active_R: Tensor, window: int | None = None, *, compiled: bool = True
+    ) -> None:
+        self.document, self.window, self.compiled = document_N, window, compiled
+        self.rows = len(active_R)
+        self.padded = -(-self.rows // FLEX_BLOCK) * FLEX_BLOCK
+        self.active = torch.nn.functional.pad(active_R, (0, self.padded - self.rows))
+        self._masks: dict[int, Any] = {}
+
+    def __call__(self, q_HRD: Tensor, k_KND: Tensor, v_KND: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        q = torch.nn.functional.pad(q_HRD, (0, 0, 0, self.padded - self.rows))
+        out, lse = _flex(self.compiled)(
+            q[None].contiguous(),
+            k_KND[None].contiguous(),
+            v_KND[None].contiguous(),
+            block_mask=self._mask(step),
+            enable_gqa=q_HRD.shape[0] != k_KND.shape[0],
+            return_lse=True,
+        )
+        return out[0, :, : self.rows], lse[0, :, : self.rows].float()
+
+    def _mask(self, step: int) -> Any:
+        key = step if self.window is not None else 0
+        if key not in self._masks:
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            document, active, window = self.document, self.active, self.window
+
+            def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+                row = active[q]
+                allowed = (kv <= row) & (document[row] == document[kv])
+                return allowed if window is None else allowed & (kv > row + step - window)
+
+            device = str(document.device)
+            self._masks[key] = create_block_mask(visible, None, None, self.padded, len(document), device=device)
+        return self._masks[key]
+
+
+_compiled_flex: list[Any] = []
+
+
+def _flex(compiled: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if not compiled:
+        return flex_attention
+    if not _compiled_flex:
+        _compiled_flex.append(torch.compile(flex_attention, dynamic=True))
+    return _compiled_flex[0]
+
+
+def make_attention(
+    kind: Literal["plain", "flex"], document_N: Tensor, active_R: Tensor, window: int | None
+) -> PlainAttention | FlexAttention:
+    chosen = FlexAttention if kind == "flex" else PlainAttention
+    return chosen(document_N, active_R, window)
+
+
+class TttCache:
+    """Keys and values of one unrolled batch: all rows of step 0, and the active rows of each later step."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def attend(self, q_HRD: Tensor, k_KMD: Tensor, v_KMD: Tensor, step_zero: StepZeroAttention) -> Tensor:
+        """Add this step's keys and values (M = N rows at step 0, R later); returns [H, R, D] in the queries' dtype."""
+        self.keys.append(k_KMD)
+        self.values.append(v_KMD)
+        out, lse = step_zero(q_HRD, self.keys[0], self.values[0], len(self.keys) - 1)
+        if len(self.keys) == 1:
+            return out
+        heads, rows, width = q_HRD.shape
+        kv_heads = k_KMD.shape[0]
+        q = q_HRD.view(kv_heads, heads // kv_heads, rows, width)
+        # [K, G, R, J]: the score of every row with its own key of each later step
+        own = torch.stack([(q * k[:, None]).float().sum(-1) for k in self.keys[1:]], dim=-1) / math.sqrt(width)
+        weights = torch.cat([lse.view(kv_heads, -1, rows, 1), own], dim=-1).softmax(dim=-1)
+        mixed = out.view(q.shape).float() * weights[..., :1]
+        for j, value in enumerate(self.values[1:], start=1):
+            mixed = mixed + weights[..., j : j + 1] * value[:, None].float()
+        return mixed.view(q_HRD.shape).to(q_HRD.dtype)

@@ -1,0 +1,256 @@
+"""Acceptance length of a draft in the real SGLang server, and what it is worth in tokens per second.
+
+The server counts, per request, completion tokens and verifications (`spec_verify_ct`). Reported, over all requests:
+
+    acceptance length   sum of completion tokens / sum of verifications, SGLang's `spec_accept_length`; the target's own
+                        token is included, so 1.0 is a useless draft; long answers weigh more, as they do in serving
+    accepted per step   sum of accepted draft tokens / sum of verifications
+    by position         share of verifications that accepted at least 1, 2, ... draft tokens
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from eagle3_data.errors import ServerUnfit
+from eagle3_data.server.client import Sampling, ServerClient
+from eagle3_data.server.process import Device, ServerConfig, ServerProcess, resolve_device
+from eagle3_data.train.eval_prompts import EvalPrompt
+
+LOW_DIVERSITY = 0.5
+"""An answer whose share of different 4-grams is below this repeats itself, which any draft predicts well."""
+NGRAM = 4
+CPU_DRAFT_ARGS = ("--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx")
+"""SGLang replaces `--attention-backend intel_amx` on processors without AMX, but not the two halves of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    target: str
+    draft_tokens: int = 3
+    """Draft tokens per verification, in a chain."""
+    max_new_tokens: int = 256
+    concurrency: int = 8
+    """Requests in flight; tok/s is for this many."""
+    temperature: float = 0.0
+    device: Device = "auto"
+    tp: int = 1
+    dtype: str = "auto"
+    server_args: tuple[str, ...] = ()
+    """More SGLang arguments, for both servers."""
+    python: str | None = None
+    """Interpreter that has SGLang. None: this one."""
+    api_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request's result."""
+
+    prompt: EvalPrompt
+    output_ids: tuple[int, ...]
+    verifications: int
+    accepted: int
+    histogram: tuple[int, ...]
+    """Entry k: verifications that accepted exactly k draft tokens."""
+
+    @property
+    def diversity(self) -> float:
+        """Different 4-grams / 4-grams; 1.0 for an answer too short to repeat one."""
+        grams = [self.output_ids[i : i + NGRAM] for i in range(len(self.output_ids) - NGRAM + 1)]
+        return len(set(grams)) / len(grams) if grams else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Sums over some answers."""
+
+    answers: int
+    tokens: int
+    verifications: int
+    acceptance_length: float
+    accepted_per_step: float
+    by_position: list[float]
+    low_diversity: int
+    """Answers below `LOW_DIVERSITY`."""
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> Acceptance:
+        # an answer of one token is made by the prefill alone and says nothing about the draft
+        used = [answer for answer in answers if answer.verifications]
+        tokens = sum(len(answer.output_ids) for answer in used)
+        verifications = sum(answer.verifications for answer in used)
+        longest = max((len(answer.histogram) for answer in used), default=0)
+        counts = [sum(a.histogram[k] for a in used if k < len(a.histogram)) for k in range(longest)]
+        total = sum(counts)
+        positions = [sum(counts[k:]) / total for k in range(1, longest)] if total else []
+        return cls(
+            len(answers),
+            tokens,
+            verifications,
+            tokens / verifications if verifications else 1.0,
+            sum(answer.accepted for answer in used) / verifications if verifications else 0.0,
+            positions,
+            sum(answer.diversity < LOW_DIVERSITY for answer in answers),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    draft: str
+    target: str
+    draft_tokens: int
+    temperature: float
+    concurrency: int
+    overall: Acceptance
+    by_category: dict[str, Acceptance]
+    diverse_only: Acceptance
+    """Without the answers that repeat themselves."""
+    tokens_per_s: float
+    plain_tokens_per_s: float | None
+    """Without the draft, when asked for."""
+    equal_answers: int | None
+    """Greedy answers equal to those without the draft, when asked for."""
+
+    @property
+    def speedup(self) -> float | None:
+        return self.tokens_per_s / self.plain_tokens_per_s if self.plain_tokens_per_s else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "speedup": self.speedup}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    answers: list[Answer]
+    tokens_per_s: float
+
+
+async def measure(
+    url: str,
+    prompts: Sequence[EvalPrompt],
+    config: EvalConfig,
+    *,
+    expect_draft: bool,
+    on_answer: Callable[[int, int], None] | None = None,
+) -> Measured:
+    """Send all prompts, at most `concurrency` at once. Raises ServerUnfit when a draft is expected and none is used."""
+    sampling = Sampling(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
+    gate, done = asyncio.Semaphore(config.concurrency), 0
+    async with ServerClient(url, api_key=config.api_key) as client:
+        # the first request of a server compiles and allocates; it is not timed
+        await client.generate(prompts[0].input_ids, sampling=Sampling(max_new_tokens=2))
+
+        async def ask(prompt: EvalPrompt) -> Answer:
+            nonlocal done
+            async with gate:
+                reply = await client.generate(prompt.input_ids, sampling=sampling)
+            done += 1
+            if on_answer is not None:
+                on_answer(done, len(prompts))
+            meta = reply.meta
+            return Answer(
+                prompt,
+                reply.output_ids,
+                int(meta.get("spec_verify_ct", 0)),
+                int(meta.get("spec_num_correct_drafts", meta.get("spec_accept_token_num", 0))),
+                tuple(meta.get("spec_correct_drafts_histogram", meta.get("spec_accept_histogram", ()))),
+            )
+
+        began = time.monotonic()
+        answers = list(await asyncio.gather(*(ask(prompt) for prompt in prompts)))
+        seconds = time.monotonic() - began
+    if expect_draft and not any(answer.verifications for answer in answers):
+        raise ServerUnfit(
+            f"{url} answered without speculation (no spec_verify_ct in its answers)",
+            next="start it with the draft: eagle3-data export prints the command",
+        )
+    return Measured(answers, sum(len(answer.output_ids) for answer in answers) / max(seconds, 1e-9))
+
+
+def evaluate_url(
+    url: str,
+    prompts: Sequence[EvalPrompt],
+    config: EvalConfig,
+    *,
+    draft: str,
+    plain: Measured | None = None,
+    on_answer: Callable[[int, int], None] | None = None,
+) -> EvalReport:
+    """Measure a server that already decodes with a draft."""
+    with_draft = asyncio.run(measure(url, prompts, config, expect_draft=True, on_answer=on_answer))
+    return make_report(with_draft, plain, config, draft=draft)
+
+
+def evaluate_draft(
+    draft: Path,
+    prompts: Sequence[EvalPrompt],
+    config: EvalConfig,
+    *,
+    plain: Measured | None = None,
+    log: Path | None = None,
+    on_start: Callable[[float, str], None] | None = None,
+    on_answer: Callable[[int, int], None] | None = None,
+) -> EvalReport:
+    """Start SGLang with the exported draft, measure, stop it."""
+    with ServerProcess(server_config(config, draft), log=log, on_progress=on_start) as server:
+        return evaluate_url(server.url, prompts, config, draft=str(draft), plain=plain, on_answer=on_answer)
+
+
+def measure_plain(
+    prompts: Sequence[EvalPrompt],
+    config: EvalConfig,
+    *,
+    log: Path | None = None,
+    on_start: Callable[[float, str], None] | None = None,
+    on_answer: Callable[[int, int], None] | None = None,
+) -> Measured:
+    """The same prompts on a server without a draft."""
+    with ServerProcess(server_config(config, None), log=log, on_progress=on_start) as server:
+        return asyncio.run(measure(server.url, prompts, config, expect_draft=False, on_answer=on_answer))
+
+
+def server_config(config: EvalConfig, draft: Path | None) -> ServerConfig:
+    cpu: Literal["cpu", "cuda"] = resolve_device(config.device)
+    cpu_args = CPU_DRAFT_ARGS if cpu == "cpu" and draft is not None else ()
+    base = ServerConfig(
+        model=config.target,
+        device=config.device,
+        tp=config.tp,
+        dtype=config.dtype,
+        api_key=config.api_key,
+        draft=str(draft) if draft is not None else None,
+        speculative_steps=config.draft_tokens,
+        extra_args=("--disable-radix-cache", *cpu_args, *config.server_args),
+    )
+    if config.python is None:
+        return base
+    from dataclasses import replace
+
+    return replace(base, python=config.python)
+
+
+def make_report(with_draft: Measured, plain: Measured | None, config: EvalConfig, *, draft: str) -> EvalReport:
+    answers = with_draft.answers
+    categories = sorted({answer.prompt.category for answer in answers})
+    equal = None
+    if plain is not None and config.temperature == 0.0:
+        equal = sum(a.output_ids == b.output_ids for a, b in zip(answers, plain.answers, strict=True))
+    return EvalReport(
+        draft=draft,
+        target=config.target,
+        draft_tokens=config.draft_tokens,
+        temperature=config.temperature,
+        concurrency=config.concurrency,
+        overall=Acceptance.of(answers),
+        by_category={name: Acceptance.of([a for a in answers if a.prompt.category == name]) for name in categories},
+        diverse_only=Acceptance.of([answer for answer in answers if answer.diversity >= LOW_DIVERSITY]),
+        tokens_per_s=with_draft.tokens_per_s,
+        plain_tokens_per_s=plain.tokens_per_s if plain is not None else None,
+        equal_answers=equal,
+    )

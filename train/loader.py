@@ -1,0 +1,274 @@
+"""Micro-batches from the shards, read ahead by a thread into buffers that are used again and again.
+
+Samples are views of memory-mapped shards; the only copy on the host is into the batch buffer (pinned when it goes to a
+GPU). Each rank reads its own micro-batches: nothing is gathered and cut up on rank 0. Memory is bounded by
+`BufferPool.nbytes`, known before the first read.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from eagle3_data.capture import CaptureSpec
+from eagle3_data.protocol import AUX, IDS, LAST, MASK
+from eagle3_data.train.alignment import row_masks
+from eagle3_data.train.config import Alignment
+from eagle3_data.train.plan import MicroBatch, Step
+from eagle3_data.train.ttt import Batch
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Samples(Protocol):
+    """What training needs of a data set; `eagle3_data.shards.ShardSet` is one."""
+
+    tokens: npt.NDArray[np.int32]
+
+    @property
+    def keys(self) -> list[str]: ...
+    @property
+    def capture(self) -> CaptureSpec: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def __len__(self) -> int: ...
+    def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, Tensor]: ...
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Host memory of one micro-batch, flat; `used` guards its reuse while a copy to the device runs."""
+
+    aux: Tensor
+    last: Tensor
+    used: torch.cuda.Event | None = None
+
+
+class BufferPool:
+    """`count` buffers for at most `positions` positions each."""
+
+    def __init__(self, capture: CaptureSpec, *, positions: int, count: int, pinned: bool) -> None:
+        dtype, width = DTYPES[capture.dtype], capture.width
+        self.nbytes = count * positions * capture.state_bytes_per_token
+        self.width, self.aux_width = width, width * len(capture.layers)
+        self._free: queue.Queue[Buffer | None] = queue.Queue()
+        for _ in range(count):
+            aux = torch.empty(positions * self.aux_width, dtype=dtype, pin_memory=pinned)
+            self._free.put(Buffer(aux, torch.empty(positions * width, dtype=dtype, pin_memory=pinned)))
+
+    def take(self) -> Buffer | None:
+        """Waits for a free buffer; None after `close`."""
+        buffer = self._free.get()
+        if buffer is not None and buffer.used is not None:
+            buffer.used.synchronize()
+            buffer.used = None
+        return buffer
+
+    def give(self, buffer: Buffer) -> None:
+        self._free.put(buffer)
+
+    def close(self) -> None:
+        self._free.put(None)
+
+
+@dataclass(slots=True)
+class HostBatch:
+    """A collated micro-batch on the host; its states are views of `buffer`."""
+
+    batch: Batch
+    buffer: Buffer
+    tokens: int
+    """Real positions, without padding."""
+    loss_mask: Tensor
+    """uint8 [B, T]."""
+    micro: MicroBatch
+
+
+@dataclass(slots=True)
+class LoadedStep:
+    """One rank's optimizer step: how many rows its micro-batches train, known before the first of them is used."""
+
+    step: Step
+    counts_S: Tensor
+    """int64 [S]: trained rows of each draft step, this rank."""
+
+
+class Collator:
+    """Copies samples of a micro-batch into a buffer and works out masks and positions."""
+
+    def __init__(
+        self, data: Samples, *, max_sample_tokens: int, steps: int, alignment: Alignment, reader_threads: int
+    ) -> None:
+        self.data, self.max_sample_tokens, self.steps, self.alignment = data, max_sample_tokens, steps, alignment
+        self._readers = ThreadPoolExecutor(reader_threads, thread_name_prefix="eagle3-read")
+
+    def close(self) -> None:
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def count_rows(self, micro: MicroBatch) -> Tensor:
+        """Trained rows of each draft step, int64 [S]; touches only the pages of the loss masks."""
+        total = torch.zeros(self.steps, dtype=torch.int64)
+        for sample in micro.samples:
+            mask = self.data.read(sample, (MASK,))[MASK][: self.max_sample_tokens]
+            total += self._rows(mask[None], torch.zeros(1, len(mask), dtype=torch.int32)).flatten(1).sum(-1)
+        return total
+
+    def collate(self, micro: MicroBatch, buffer: Buffer) -> HostBatch:
+        height, length = len(micro.rows), micro.length
+        capture = self.data.capture
+        aux = buffer.aux[: height * length * capture.width * len(capture.layers)].view(height, length, -1)
+        last = buffer.last[: height * length * capture.width].view(height, length, -1)
+        ids = torch.zeros(height, length, dtype=torch.int64)
+        mask = torch.zeros(height, length, dtype=torch.uint8)
+        document = torch.full((height, length), -1, dtype=torch.int32)
+        positions = torch.zeros(height, length, dtype=torch.int32)
+        places = []
+        for row, samples in enumerate(micro.rows):
+            start = 0
+            for number, sample in enumerate(samples):
+                end = start + min(int(self.data.tokens[sample]), self.max_sample_tokens)
+                document[row, start:end] = number
+                positions[row, start:end] = torch.arange(end - start, dtype=torch.int32)
+                places.append((sample, row, start, end))
+                start = end
+            # what an earlier batch left here must not reach the loss as NaN times zero
+            aux[row, start:] = 0
+            last[row, start:] = 0
+
+        def copy(place: tuple[int, int, int, int]) -> None:
+            sample, row, start, end = place
+            read = self.data.read(sample, (AUX, LAST, IDS, MASK))
+            count = end - start
+            aux[row, start:end] = read[AUX][:count]
+            last[row, start:end] = read[LAST][:count]
+            ids[row, start:end] = read[IDS][:count]
+            mask[row, start:end] = read[MASK][:count]
+
+        for _ in self._readers.map(copy, places):
+            pass
+        batch = Batch(ids, aux, last, document, positions, self._rows(mask, document))
+        return HostBatch(batch, buffer, int((document >= 0).sum()), mask, micro)
+
+    def _rows(self, mask: Tensor, document: Tensor) -> Tensor:
+        return row_masks(mask, document, steps=self.steps, alignment=self.alignment)
+
+
+def empty_batch(capture: CaptureSpec, *, steps: int, length: int) -> Batch:
+    """One row of padding: a rank without a micro-batch goes through the same collectives with it."""
+    dtype = DTYPES[capture.dtype]
+    shape = (1, length)
+    return Batch(
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(*shape, capture.width * len(capture.layers), dtype=dtype),
+        torch.zeros(*shape, capture.width, dtype=dtype),
+        torch.full(shape, -1, dtype=torch.int32),
+        torch.zeros(shape, dtype=torch.int32),
+        torch.zeros(steps, *shape, dtype=torch.bool),
+    )
+
+
+def to_device(
+    host: HostBatch | None, empty: Batch, device: torch.device, dtype: torch.dtype, pool: BufferPool
+) -> Batch:
+    """The micro-batch (or the empty one) on the device in the compute dtype; gives the host buffer back."""
+    source = empty if host is None else host.batch
+    moved = Batch(
+        source.input_ids.to(device, non_blocking=True),
+        source.aux.to(device, non_blocking=True),
+        source.last.to(device, non_blocking=True),
+        source.document.to(device, non_blocking=True),
+        source.positions.to(device, non_blocking=True),
+        source.rows.to(device, non_blocking=True),
+    )
+    ready = Batch(
+        moved.input_ids, moved.aux.to(dtype), moved.last.to(dtype), moved.document, moved.positions, moved.rows
+    )
+    if host is not None:
+        if device.type == "cuda":
+            host.buffer.used = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            host.buffer.used.record()
+        elif ready.aux.data_ptr() == host.buffer.aux.data_ptr():
+            ready = Batch(
+                ready.input_ids, ready.aux.clone(), ready.last.clone(), ready.document, ready.positions, ready.rows
+            )
+        pool.give(host.buffer)
+    return ready
+
+
+class Prefetcher:
+    """Iterates over `LoadedStep` and then its `HostBatch`es (None for an empty share), read ahead in one thread."""
+
+    def __init__(self, steps: Iterable[Step], collator: Collator, pool: BufferPool, *, depth: int) -> None:
+        self._steps, self._collator, self._pool = steps, collator, pool
+        self._queue: queue.Queue[LoadedStep | HostBatch | BaseException | None] = queue.Queue(maxsize=depth + 1)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="eagle3-prefetch", daemon=True)
+
+    def __enter__(self) -> Prefetcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.close()
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.05)
+            except queue.Empty:
+                continue
+        self._thread.join()
+        self._collator.close()
+
+    def __iter__(self) -> Iterator[tuple[LoadedStep, Iterator[HostBatch | None]]]:
+        while (item := self._get()) is not None:
+            assert isinstance(item, LoadedStep)
+            yield item, self._batches(item)
+
+    def _batches(self, loaded: LoadedStep) -> Iterator[HostBatch | None]:
+        for micro in loaded.step.batches:
+            if micro is None:
+                yield None
+                continue
+            host = self._get()
+            assert isinstance(host, HostBatch)
+            yield host
+
+    def _get(self) -> LoadedStep | HostBatch | None:
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _put(self, item: LoadedStep | HostBatch | BaseException | None) -> None:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def _run(self) -> None:
+        try:
+            for step in self._steps:
+                real = [micro for micro in step.batches if micro is not None]
+                counts = torch.zeros(self._collator.steps, dtype=torch.int64)
+                for micro in real:
+                    counts += self._collator.count_rows(micro)
+                self._put(LoadedStep(step, counts))
+                for micro in real:
+                    buffer = self._pool.take()
+                    if buffer is None or self._stop.is_set():
+                        return
+                    self._put(self._collator.collate(micro, buffer))
+            self._put(None)
+        except BaseException as error:
+            self._put(error)  # the consumer raises it

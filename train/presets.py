@@ -1,0 +1,42 @@
+"""Ready settings by the name of a data set; paths are filled in by the caller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eagle3_data.errors import ConfigError
+from eagle3_data.train.config import TrainConfig, parse_config
+
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    # two CPU cores, about two minutes: short samples, a small draft vocabulary, the clock as the limit
+    "smollm2_demo": {
+        "data": {"max_sample_tokens": 1024, "holdout_share": 0.15},
+        "draft": {"vocab_size": 8192},
+        "batch": {"micro_batch_tokens": 1024, "batches_per_step": 2},
+        "optim": {"lr": 5e-4, "epochs": 100, "max_minutes": 2.0, "warmup_share": 0.03},
+        "run": {"precision": "fp32", "eval_every_steps": 100, "checkpoint_every_steps": 200, "log_every_s": 5.0},
+    },
+    # Kimi-K2.5 (61 layers, width 7168, 163,840 tokens): 8 or more GPUs, long samples in packed rows
+    "kimi_k25_synth": {
+        "data": {"max_sample_tokens": 8192, "holdout_share": 0.01, "holdout_max_samples": 256},
+        "draft": {"vocab_size": 32000},
+        "batch": {"micro_batch_tokens": 8192, "batches_per_step": 16, "packing": True, "pad_multiple": 128},
+        "optim": {"lr": 5e-5, "epochs": 3, "clip_norm": 1.0},
+        "run": {"precision": "bf16", "checkpoint_every_steps": 500, "eval_every_steps": 500},
+    },
+}
+
+
+def preset_values(name: str, *, folder: Path, output: Path) -> dict[str, Any]:
+    """Sections of preset `name` with the data folder and the run folder put in."""
+    if name not in PRESETS:
+        raise ConfigError(f"no preset {name!r}; known: {', '.join(sorted(PRESETS))}")
+    values: dict[str, Any] = {section: dict(fields) for section, fields in PRESETS[name].items()}
+    values.setdefault("data", {})["folder"] = str(folder)
+    values.setdefault("run", {})["output"] = str(output)
+    return values
+
+
+def preset(name: str, *, folder: Path, output: Path) -> TrainConfig:
+    return parse_config(preset_values(name, folder=folder, output=output), source=f"preset {name}")

@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 SPOOL = SpoolConfig(high_water_bytes=256 << 20, pinned_bytes=512 << 20, writers=2, temp_age_s=60.0)
 
-KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "llama": ("llama", ()),
-    "chunked": ("llama", ("--chunked-prefill-size", "64")),
-    "qwen3": ("qwen3", ()),
+KINDS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    "llama": ("llama", (), None),
+    "chunked": ("llama", ("--chunked-prefill-size", "64"), "tests-key"),
+    "qwen3": ("qwen3", (), None),
 }
-"""Kind -> (model, further SGLang arguments), in the order in which tests run."""
+"""Kind -> (model, further SGLang arguments, API key), in the order in which tests run."""
 
 
 @dataclasses.dataclass
@@ -45,9 +45,10 @@ class RunningServer:
     spool: Path
     model: Path
     process: ServerProcess
+    api_key: str | None = None
 
     def client(self) -> ServerClient:
-        return ServerClient(self.url)
+        return ServerClient(self.url, api_key=self.api_key)
 
     def files(self) -> list[str]:
         """Names in the spool apart from its settings and the server's own mark."""
@@ -95,15 +96,15 @@ def new_spool() -> Path:
 
 
 def _start(kind: str) -> RunningServer:
-    name, extra = KINDS[kind]
+    name, extra, api_key = KINDS[kind]
     model, spool = tiny_model(name), new_spool()
-    process = ServerProcess(capture_config(model, spool, *extra), start_timeout_s=240)
+    process = ServerProcess(capture_config(model, spool, *extra, api_key=api_key), start_timeout_s=240)
     try:
         process.start()
     except BaseException:
         shutil.rmtree(spool, ignore_errors=True)
         raise
-    return RunningServer(kind, process.url, spool, model, process)
+    return RunningServer(kind, process.url, spool, model, process, api_key)
 
 
 def prompt(tokens: int, seed: int) -> list[int]:

@@ -1,0 +1,117 @@
+"""Copies from the batch: the right rows, the finite flag, the next token, and no host memory beyond the limit."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3_data.patches.sglang.copier import ALIGN, Arena, Block, Copier, finite_rows
+from eagle3_data.patches.sglang.dumps import Dump
+from eagle3_data.patches.sglang.rows import Segment
+from eagle3_data.patches.sglang.states import BatchStates
+
+WIDTH, LAYERS, VOCAB = 8, 3, 32
+
+
+def segment(name: str, offset: int, rows: int, index: int) -> Segment:
+    return Segment(Dump(f"e3d-r-{name}-0", array("i", range(rows)), SimpleNamespace()), offset, 0, rows, index, True)
+
+
+def states(rows: int, requests: int, dtype: torch.dtype = torch.bfloat16, *, listed: bool = False) -> BatchStates:
+    torch.manual_seed(rows)
+    aux = torch.randn(rows, LAYERS * WIDTH).to(dtype)
+    return BatchStates(
+        list(aux.split(WIDTH, -1)) if listed else aux,
+        torch.randn(rows, WIDTH).to(dtype),
+        torch.randn(requests, VOCAB),
+    )
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_each_prompt_gets_its_own_rows(dtype: torch.dtype, listed: bool) -> None:
+    batch = states(12, 3, dtype, listed=listed)  # 12 rows, the last two are padding
+    packed = batch.aux if isinstance(batch.aux, torch.Tensor) else torch.cat(batch.aux, -1)
+    segments = [segment("a", 0, 4, 0), segment("b", 7, 3, 2)]
+    copied = Copier("cpu", 1 << 20).copy(batch, segments)
+    for rows, mine in zip(copied, segments, strict=True):
+        assert rows is not None
+        rows.wait()
+        span = slice(mine.offset, mine.offset + mine.rows)
+        assert bytes(rows.aux) == packed[span].contiguous().view(torch.uint8).numpy().tobytes()
+        assert bytes(rows.last) == batch.last[span].contiguous().view(torch.uint8).numpy().tobytes()
+        assert rows.finite()
+        assert batch.logits is not None
+        assert rows.next_token() == int(batch.logits[mine.index].argmax())
+
+
+def test_copies_do_not_follow_the_batch() -> None:
+    """SGLang may write to the batch's memory as soon as the next forward runs."""
+    batch = states(4, 1)
+    (rows,) = Copier("cpu", 1 << 20).copy(batch, [segment("a", 0, 4, 0)])
+    assert rows is not None
+    before = bytes(rows.last)
+    batch.last.zero_()
+    assert bytes(rows.last) == before
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("where", ["aux", "last"])
+def test_a_bad_value_is_flagged_for_its_own_prompt_alone(bad: float, where: str) -> None:
+    batch = states(9, 3)
+    tensor = batch.last if where == "last" else batch.aux
+    assert isinstance(tensor, torch.Tensor)
+    tensor[4, 5] = bad
+    copied = Copier("cpu", 1 << 20).copy(batch, [segment(n, 3 * i, 3, i) for i, n in enumerate("abc")])
+    assert [rows is not None and rows.finite() for rows in copied] == [True, False, True]
+
+
+def test_largest_values_are_finite() -> None:
+    x = torch.tensor([[3.38e38, -3.38e38], [float("nan"), 1.0]], dtype=torch.bfloat16)
+    assert finite_rows(x).tolist() == [True, False]
+
+
+def test_a_prompt_without_host_memory_fails_alone_and_memory_comes_back() -> None:
+    copier = Copier("cpu", 8 * ALIGN)
+    batch = states(30, 2)
+    first, second = copier.copy(batch, [segment("a", 0, 10, 0), segment("b", 10, 20, 1)])
+    assert first is not None
+    assert second is None
+    first.release()
+    first.release()  # harmless
+    assert copier.arena.free_bytes() == 8 * ALIGN
+    assert copier.copy(batch, [segment("c", 0, 10, 0)])[0] is not None
+
+
+def test_memory_of_an_unfinished_copy_waits_for_it() -> None:
+    arena = Arena(4 * ALIGN, pinned=False)
+    block = arena.take(4 * ALIGN)
+    assert block is not None
+    done = SimpleNamespace(happened=False)
+    arena.give_back(block, SimpleNamespace(query=lambda: done.happened))
+    assert arena.take(ALIGN) is None
+    done.happened = True
+    assert arena.take(4 * ALIGN) == block
+
+
+@given(st.lists(st.integers(1, 5 * ALIGN), max_size=40), st.randoms())
+def test_arena_never_hands_out_a_byte_twice(sizes: list[int], order: object) -> None:
+    arena = Arena(16 * ALIGN, pinned=False)
+    held: list[Block] = []
+    for size in sizes:
+        block = arena.take(size)
+        if block is None:
+            if held:
+                arena.give_back(held.pop(order.randrange(len(held))), None)  # type: ignore[attr-defined]
+            continue
+        assert block[1] - block[0] >= size
+        assert all(block[1] <= other[0] or other[1] <= block[0] for other in held)
+        held.append(block)
+    for block in held:
+        arena.give_back(block, None)
+    assert arena.take(16 * ALIGN) == (0, 16 * ALIGN)

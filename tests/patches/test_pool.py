@@ -1,0 +1,246 @@
+"""The writers: whole dumps, error records, a full disk, the high-water mark, prompts that never end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from eagle3_data.patches.sglang import pool as pool_module
+from eagle3_data.patches.sglang.dumps import Dump, DumpForm
+from eagle3_data.patches.sglang.pool import WriterPool, remove_stale
+from eagle3_data.protocol import AUX, IDS, LAST, DumpError, SpoolConfig, ids_digest
+from tests.servers import read_dump
+
+FORM = DumpForm(layers=(1, 3), width=16, dtype="bfloat16", instance="test")
+ROW = FORM.row_bytes
+
+
+class Rows:
+    """Rows of a prompt with known values; counts releases."""
+
+    def __init__(self, rows: int, seed: int = 0, *, finite: bool = True, next_token: int = 7) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.aux_t = torch.randn(rows, 32, generator=generator).to(torch.bfloat16)
+        self.last_t = torch.randn(rows, 16, generator=generator).to(torch.bfloat16)
+        self.aux = memoryview(self.aux_t.view(torch.uint8).reshape(-1).numpy())
+        self.last = memoryview(self.last_t.view(torch.uint8).reshape(-1).numpy())
+        self._finite, self._next, self.released = finite, next_token, 0
+
+    def wait(self) -> None:
+        pass
+
+    def finite(self) -> bool:
+        return self._finite
+
+    def next_token(self) -> int:
+        return self._next
+
+    def release(self) -> None:
+        self.released += 1
+
+
+def dump(name: str, tokens: int, *, finished: bool = False) -> Dump:
+    made = Dump(f"e3d-r-{name}-0", array("i", range(5, 5 + tokens)), SimpleNamespace(finished=lambda: finished))
+    made.seen = tokens
+    return made
+
+
+def settled(check: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """Wait until `check` gives something true."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := check()):
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.005)
+    return found
+
+
+MakePool = Callable[..., WriterPool]
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Iterator[MakePool]:
+    pools: list[WriterPool] = []
+
+    def make(**settings: Any) -> WriterPool:
+        pools.append(WriterPool(tmp_path, SpoolConfig(**{"writers": 3, **settings}), FORM))
+        return pools[-1]
+
+    yield make
+    for made in pools:
+        made.close(2.0)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_prompt_in_chunks_becomes_one_whole_dump(make_pool: MakePool, tmp_path: Path) -> None:
+    pool, one, parts = make_pool(), dump("a", 10), [Rows(4, 1), Rows(4, 2), Rows(2, 3, next_token=11)]
+    for start, rows in zip((0, 4, 8), parts, strict=True):
+        pool.add(one, start, rows)
+    path = tmp_path / "e3d-r-a-0.safetensors"
+    settled(path.exists)
+    settled(lambda: pool.counters.written)
+    meta, tensors = read_dump(path)
+    assert (meta.rid, meta.tokens, meta.next_token, meta.finite) == ("e3d-r-a-0", 10, 11, True)
+    assert meta.ids_digest == ids_digest(list(one.ids))
+    assert torch.equal(tensors[AUX], torch.cat([rows.aux_t for rows in parts]))
+    assert torch.equal(tensors[LAST], torch.cat([rows.last_t for rows in parts]))
+    assert tensors[IDS].tolist() == list(one.ids)
+    sums = [xxhash.xxh3_128(b"".join(bytes(getattr(rows, name)) for rows in parts)) for name in ("aux", "last")]
+    assert meta.checksum == ":".join(total.hexdigest() for total in sums)
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    assert header % 64 == 0
+    assert path.stat().st_size == header + 10 * ROW + 40
+    assert path.stat().st_mode & 0o777 == 0o660
+    assert [rows.released for rows in parts] == [1, 1, 1]
+    assert (pool.counters.backlog_bytes, names(tmp_path)) == (0, [path.name])
+
+
+def test_one_bad_chunk_marks_the_whole_dump(make_pool: MakePool, tmp_path: Path) -> None:
+    pool, one = make_pool(), dump("a", 4)
+    pool.add(one, 0, Rows(2, finite=False))
+    pool.add(one, 2, Rows(2))
+    settled((tmp_path / "e3d-r-a-0.safetensors").exists)
+    assert read_dump(tmp_path / "e3d-r-a-0.safetensors")[0].finite is False
+
+
+def error_of(tmp_path: Path, name: str) -> DumpError:
+    path = tmp_path / f"e3d-r-{name}-0.error.json"
+    settled(path.exists)
+    assert path.stat().st_mode & 0o777 == 0o660
+    return DumpError.from_json(path.read_text())
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "rename"])
+def test_a_full_disk_is_an_error_record_and_the_next_prompt_works(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    pool, real, failed = make_pool(), getattr(os, call), []
+
+    def full_once(*args: Any) -> Any:
+        if not failed:
+            failed.append(args)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, call, full_once)
+    first, rows = dump("a", 4), [Rows(2), Rows(2)]
+    pool.add(first, 0, rows[0])
+    pool.add(first, 2, rows[1])
+    record = error_of(tmp_path, "a")
+    assert (record.reason, record.instance) == ("disk", "test")
+    assert "No space left" in record.detail
+    settled(lambda: all(part.released for part in rows))
+    pool.add(dump("b", 2), 0, Rows(2))
+    settled((tmp_path / "e3d-r-b-0.safetensors").exists)
+    assert names(tmp_path) == ["e3d-r-a-0.error.json", "e3d-r-b-0.safetensors"]
+    assert (pool.counters.failed, pool.counters.backlog_bytes) == (1, 0)
+
+
+def test_a_spool_that_takes_nothing_does_not_stop_the_writers(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, real = make_pool(), os.open
+
+    def refuse(path: Any, *args: Any, **named: Any) -> int:
+        if str(path).startswith(str(tmp_path)):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, *args, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    pool.add(dump("a", 2), 0, Rows(2))
+    settled(lambda: pool.counters.failed)
+    monkeypatch.undo()
+    pool.add(dump("b", 2), 0, Rows(2))
+    settled((tmp_path / "e3d-r-b-0.safetensors").exists)
+
+
+def test_a_failed_prompt_drops_what_it_has_and_what_still_comes(make_pool: MakePool, tmp_path: Path) -> None:
+    pool, one, early, late = make_pool(), dump("a", 6), Rows(2), Rows(2)
+    pool.add(one, 0, early)
+    settled(lambda: early.released)
+    pool.fail(one, "pinned_full", "no room")
+    pool.fail(one, "internal", "a second reason")
+    assert error_of(tmp_path, "a").reason == "pinned_full"
+    pool.add(one, 2, late)
+    assert late.released == 1
+    assert names(tmp_path) == ["e3d-r-a-0.error.json"]
+
+
+def test_a_restarted_prompt_leaves_one_right_dump(make_pool: MakePool, tmp_path: Path) -> None:
+    pool, first, second = make_pool(), dump("a", 4), dump("a", 4)
+    pool.add(first, 0, Rows(2, 1))
+    pool.abandon(first)
+    whole = Rows(4, 2)
+    pool.add(second, 0, whole)
+    settled((tmp_path / "e3d-r-a-0.safetensors").exists)
+    settled(lambda: names(tmp_path) == ["e3d-r-a-0.safetensors"])
+    assert torch.equal(read_dump(tmp_path / "e3d-r-a-0.safetensors")[1][AUX], whole.aux_t)
+    assert pool.counters.failed == 0
+
+
+def test_above_the_high_water_mark_only_begun_dumps_go_on(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool(high_water_bytes=20 * ROW)
+    begun = dump("begun", 4)
+    pool.add(begun, 0, Rows(2))
+    settled(lambda: any(name.endswith(".tmp") for name in names(tmp_path)))
+    ballast = tmp_path / "e3d-r-old-0.safetensors"
+    ballast.write_bytes(b"x" * (30 * ROW))
+    time.sleep(2 * pool_module.LOOK_S)
+    waiting, lost = Rows(2), Rows(2)
+    failing = dump("failing", 4)
+    pool.add(dump("new", 2), 0, waiting)
+    pool.add(failing, 0, lost)
+    pool.add(begun, 2, Rows(2))
+    settled((tmp_path / "e3d-r-begun-0.safetensors").exists)
+    pool.fail(failing, "pinned_full", "no room")  # its memory must come back although it waits
+    settled(lambda: lost.released)
+    assert not (tmp_path / "e3d-r-new-0.safetensors").exists()
+    assert waiting.released == 0
+    ballast.unlink()
+    settled((tmp_path / "e3d-r-new-0.safetensors").exists)
+
+
+def test_prompts_that_never_end_are_swept(make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "SWEEP_S", 0.05)
+    pool = make_pool(temp_age_s=0.3)
+    aborted, silent = dump("aborted", 4, finished=True), dump("silent", 4)
+    aborted.seen = silent.seen = 2
+    pool.add(aborted, 0, Rows(2))
+    pool.add(silent, 0, Rows(2))
+    assert error_of(tmp_path, "aborted").reason == "aborted"
+    assert error_of(tmp_path, "silent").reason == "aborted"
+    settled(lambda: not any(name.endswith(".tmp") for name in names(tmp_path)))
+
+
+def test_leftovers_of_a_killed_server_age_out(tmp_path: Path) -> None:
+    old, new, other = (tmp_path / name for name in (".e3d-r-a-0.1-1.tmp", ".e3d-r-b-0.1-1.tmp", ".notes.tmp"))
+    for path in (old, new, other):
+        path.write_text("x")
+    for path in (old, other):
+        os.utime(path, (1, 1))
+    remove_stale(tmp_path, 60.0)
+    assert names(tmp_path) == sorted([new.name, other.name])
+
+
+def test_error_record_is_what_clients_read(make_pool: MakePool, tmp_path: Path) -> None:
+    make_pool().fail(dump("a", 2), "rows", 'a "quoted" reason')
+    record = error_of(tmp_path, "a")
+    assert json.loads(record.to_json()) == {
+        "rid": "e3d-r-a-0",
+        "reason": "rows",
+        "detail": 'a "quoted" reason',
+        "instance": "test",
+    }

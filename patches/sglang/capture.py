@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from eagle3_data.patches.sglang.facts import SchedulerFacts
 from eagle3_data.patches.sglang.layers import read_layers
 from eagle3_data.patches.sglang.pool import WriterPool
 from eagle3_data.patches.sglang.refusals import Refused
-from eagle3_data.patches.sglang.rows import Prompts
+from eagle3_data.patches.sglang.rows import Prompts, Segment
 from eagle3_data.patches.sglang.states import BatchStates, CapturePath
 from eagle3_data.protocol import SpoolConfig, instance_marker
 
@@ -67,28 +68,40 @@ class Capture:
         """Start copies of our rows of a batch that has just been launched. Never blocks, never raises into SGLang."""
         if self.copier is None or self.pool is None or not batch.forward_mode.is_extend():
             return
-        claims = self.prompts.claim(batch)
-        for dump in claims.abandoned:
-            self.pool.abandon(dump)
-        for failure in claims.failures:
-            self.pool.fail(failure.dump, failure.reason, failure.detail)
-        if not claims.segments:
-            return
+        try:
+            claims = self.prompts.claim(batch)
+            for dump in claims.abandoned:
+                self.pool.abandon(dump)
+            for failure in claims.failures:
+                self.pool.fail(failure.dump, failure.reason, failure.detail)
+            if claims.segments:
+                self._copy(scheduler, batch, result, claims.segments, self.copier, self.pool)
+        except Exception:  # whatever it is, SGLang's scheduler must not end of it
+            logger.exception("eagle3-data: a batch could not be captured")
+
+    def _copy(
+        self,
+        scheduler: Any,
+        batch: Any,
+        result: Any,
+        segments: Sequence[Segment],
+        copier: Copier,
+        pool: WriterPool,
+    ) -> None:
         try:
             states = self._states(result, sum(batch.extend_lens))
-            copied = self.copier.copy(states, claims.segments, _stream(scheduler, self.facts.device))
+            copied = copier.copy(states, segments, _stream(scheduler, self.facts.device))
         except Exception as error:
-            logger.exception("eagle3-data: capture of a batch failed")
-            for segment in claims.segments:
-                self.pool.fail(segment.dump, "internal", f"{type(error).__name__}: {error}")
-            return
-        for segment, rows in zip(claims.segments, copied, strict=True):
+            for segment in segments:
+                pool.fail(segment.dump, "internal", f"{type(error).__name__}: {error}")
+            raise
+        for segment, rows in zip(segments, copied, strict=True):
             if rows is None:
-                free = self.copier.arena.free_bytes()
+                free = copier.arena.free_bytes()
                 detail = f"{segment.rows} rows found no room in {self.config.pinned_bytes:,} bytes ({free:,} free)"
-                self.pool.fail(segment.dump, "pinned_full", detail)
+                pool.fail(segment.dump, "pinned_full", detail)
             else:
-                self.pool.add(segment.dump, segment.start, rows)
+                pool.add(segment.dump, segment.start, rows)
 
     def _states(self, result: Any, rows: int) -> BatchStates:
         """The batch's states, checked against the form that every dump of this server promises."""

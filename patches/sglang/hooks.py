@@ -20,6 +20,7 @@ from eagle3_data.patches.sglang.refusals import (
     node_refusals,
     parse_version,
     spool_refusals,
+    writes_here,
 )
 from eagle3_data.patches.sglang.states import SRT, CapturePath, Hook, HookPath, NativePath
 from eagle3_data.protocol import ProtocolError, SpoolConfig, default_aux_layers
@@ -90,8 +91,9 @@ class _Session:
             *argument_refusals(found),
             *self._path.refusals(found),
             *node_refusals(found, self._config),
-            *spool_refusals(self._spool, self._config),
         ]
+        if writes_here(found):
+            problems += spool_refusals(self._spool, self._config)
         if problems:
             raise Refused(problems)
 

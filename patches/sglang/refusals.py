@@ -106,6 +106,11 @@ def node_refusals(args: Mapping[str, Any], config: SpoolConfig) -> list[str]:
     return []
 
 
+def writes_here(args: Mapping[str, Any]) -> bool:
+    """Whether this node can have a rank that writes: without data parallelism only the first node has one."""
+    return (args.get("dp_size") or 1) > 1 or not args.get("node_rank")
+
+
 def spool_refusals(spool: Path, config: SpoolConfig) -> list[str]:
     """The spool must exist, be writable by this server and have room for twice the high-water mark."""
     try:

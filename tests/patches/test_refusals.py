@@ -18,6 +18,7 @@ from eagle3_data.patches.sglang.refusals import (
     node_refusals,
     parse_version,
     spool_refusals,
+    writes_here,
 )
 from eagle3_data.protocol import SPOOL_ENV, SpoolConfig
 
@@ -70,6 +71,9 @@ def test_ranks_on_several_nodes_need_a_spool_that_they_share() -> None:
     assert node_refusals({"nnodes": 2, "dp_size": 1}, config) == []  # one rank writes, on the first node
     assert "shared_spool" in node_refusals({"nnodes": 2, "dp_size": 4}, config)[0]
     assert node_refusals({"nnodes": 2, "dp_size": 4}, SpoolConfig(shared_spool=True)) == []
+    assert writes_here({"node_rank": 0})
+    assert not writes_here({"nnodes": 2, "node_rank": 1})
+    assert writes_here({"nnodes": 2, "node_rank": 1, "dp_size": 4})
 
 
 def test_the_spool_must_be_writable_and_roomy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

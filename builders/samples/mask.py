@@ -16,6 +16,7 @@ from eagle3_data.builders.samples.messages import Conversation, Message
 from eagle3_data.builders.samples.policy import NOTHING
 from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.builders.samples.template import ChatTemplate
+from eagle3_data.builders.samples.tools import served_tools
 from eagle3_data.builders.samples.turn import TurnView
 from eagle3_data.errors import SampleError
 
@@ -88,15 +89,17 @@ class Masker:
         empty = len(positions) - len(spoken)
         if self.spec.loss == "last-turn":
             spoken = spoken[-1:]
-        dicts = self.template.messages(conversation)
-        turns = [self._turn(conversation, dicts, turn, at) for turn, at in spoken]
+        dicts, tools = self.template.messages(conversation), self._tools(conversation)
+        turns = [self._turn(conversation.messages[at], tools, dicts, turn, at) for turn, at in spoken]
         return ConversationTexts(group_turns(turns), empty)
 
     def prompt(self, conversation: Conversation, at: int, thinking: bool | None) -> str:
         """What serving sends to have message `at` answered."""
-        dicts = self.template.messages(conversation)[:at]
-        kwargs = self.thinking_kwargs(thinking)
-        return self.template.render(dicts, generation=True, tools=conversation.tools, kwargs=kwargs)
+        dicts, kwargs = self.template.messages(conversation)[:at], self.thinking_kwargs(thinking)
+        return self.template.render(dicts, generation=True, tools=self._tools(conversation), kwargs=kwargs)
+
+    def _tools(self, conversation: Conversation) -> tuple[Mapping[str, Any], ...]:
+        return served_tools(conversation.tools, self.spec.tool_schemas)
 
     def thinking_kwargs(self, thinking: bool | None) -> Mapping[str, Any]:
         """The template's own switches, set to `thinking`."""
@@ -108,12 +111,11 @@ class Masker:
             return None
         return bool(turn.reasoning) if self.spec.thinking == "auto" else self.spec.thinking == "on"
 
-    def _turn(self, conversation: Conversation, dicts: list[dict[str, Any]], turn: int, at: int) -> TurnText:
-        message = conversation.messages[at]
+    def _turn(
+        self, message: Message, tools: tuple[Mapping[str, Any], ...], dicts: list[dict[str, Any]], turn: int, at: int
+    ) -> TurnText:
         thinking = self.thinking_of(message)
-        view = TurnView(
-            self.template, conversation.tools, self.thinking_kwargs(thinking), dicts[:at], dicts[at], message
-        )
+        view = TurnView(self.template, tools, self.thinking_kwargs(thinking), dicts[:at], dicts[at], message)
         prompt, aside = view.prompt(), self.spec.reasoning == "context"
         produced = view.produced(prompt, locate_answer=aside)
         start = len(prompt) + produced.given + (produced.answer if aside else 0)

@@ -14,6 +14,7 @@ Alignment = Literal["legacy", "input", "strict"]
 Thinking = Literal["auto", "on", "off", "template"]
 Reasoning = Literal["loss", "context", "drop"]
 Truncation = Literal["drop", "cut"]
+ToolSchemas = Literal["sglang", "sglang-0.5.14", "given"]
 Dedupe = Literal["keep-first", "keep-all"]
 
 
@@ -38,6 +39,8 @@ class SampleSpec:
     """For samples with equal ids and masks."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Further variables for the template (`reasoning_effort`), the same that serving passes."""
+    tool_schemas: ToolSchemas = "sglang"
+    """Form of tool schemas in the prompt: as SGLang 0.5.23 and newer dump them, as 0.5.14 does, or as given."""
     template_digest: str = ""
     tokenizer_digest: str = ""
 
@@ -72,4 +75,5 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "reasoning": get_args(Reasoning),
     "truncation": get_args(Truncation),
     "dedupe": get_args(Dedupe),
+    "tool_schemas": get_args(ToolSchemas),
 }

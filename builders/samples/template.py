@@ -6,6 +6,7 @@ conversations and comparing the results.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -58,20 +59,20 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The text, ending with the generation prompt when `generation`. Raises TemplateFailed if the template does."""
-        extra = {**self.kwargs, **(kwargs or {})}
-        schemas = list(tools) or None
+        variables = {**self.kwargs, **(kwargs or {}), "add_generation_prompt": generation}
         try:
-            if self._compiled is not None:
-                return self._compiled(
-                    messages=messages, tools=schemas, documents=None, add_generation_prompt=generation, **extra
-                )
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tools=schemas, add_generation_prompt=generation, tokenize=False, **extra
-                )
-            )
+            return self._render(messages, list(tools), variables)
         except Exception as error:  # a template may raise anything at all
+            flat = [tool.get("function", tool) for tool in tools]
+            if flat:  # some templates take bare functions, which SGLang tries next
+                with contextlib.suppress(Exception):
+                    return self._render(messages, flat, variables)
             raise TemplateFailed(f"the chat template refuses the conversation: {_short(error)}") from error
+
+    def _render(self, messages: Sequence[dict[str, Any]], tools: list[Any], variables: Mapping[str, Any]) -> str:
+        if self._compiled is not None:
+            return self._compiled({**variables, "messages": messages, "tools": tools or None, "documents": None})
+        return str(self._tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **variables))
 
     @cached_property
     def thinking_switches(self) -> tuple[str, ...]:
@@ -179,7 +180,7 @@ def _is_stock(tokenizer: Any) -> bool:
     return own is PreTrainedTokenizerBase.apply_chat_template
 
 
-def _compiled(tokenizer: Any) -> Callable[..., str] | None:
+def _compiled(tokenizer: Any) -> Callable[[Mapping[str, Any]], str] | None:
     """The template compiled by transformers' own compiler, without the per-call overhead of `apply_chat_template`."""
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -189,7 +190,7 @@ def _compiled(tokenizer: Any) -> Callable[..., str] | None:
     # `template.render` copies its globals, a chain of maps, on every call; they are the same for all of ours
     shared = {**dict(template.globals), **tokenizer.special_tokens_map}
 
-    def render(**variables: Any) -> str:
+    def render(variables: Mapping[str, Any]) -> str:
         return "".join(template.root_render_func(template.new_context({**shared, **variables}, shared=True)))
 
     return render

@@ -136,6 +136,10 @@ def _rows(prompts: Inputs, limit: int | None) -> tuple[Form, Iterator[RawRow]]:
     return stream.form, itertools.islice(stream.rows, limit)
 
 
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()
+
+
 class _Run:
     """One run over all rows."""
 
@@ -159,7 +163,7 @@ class _Run:
                 NotImplementedError, RuntimeError
             ):  # not in the main thread: the caller's business
                 loop.add_signal_handler(number, stop.set)
-        stopped = asyncio.ensure_future(stop.wait())
+        stopped = asyncio.create_task(_until(stop))
         tasks: set[asyncio.Task[None]] = set()
         try:
             await self._servers.check_health()
@@ -185,7 +189,7 @@ class _Run:
                     loop.remove_signal_handler(number)
             self._tick()
 
-    async def _wait(self, tasks: set[asyncio.Task[None]], stopped: asyncio.Future[bool]) -> set[asyncio.Task[None]]:
+    async def _wait(self, tasks: set[asyncio.Task[None]], stopped: asyncio.Task[None]) -> set[asyncio.Task[None]]:
         done, _ = await asyncio.wait({*tasks, stopped}, return_when=asyncio.FIRST_COMPLETED)
         for task in done & tasks:
             task.result()  # an error of ours ends the run

@@ -52,6 +52,9 @@ def samples_command(
     max_tokens: Annotated[int | None, typer.Option(help="Longest sample in tokens.")] = None,
     truncation: Annotated[str, typer.Option(help="Longer samples: 'drop', or 'cut' at a turn's end.")] = "drop",
     dedupe: Annotated[str, typer.Option(help="Equal samples: 'keep-first' or 'keep-all'.")] = "keep-first",
+    tool_schemas: Annotated[
+        str, typer.Option(help="Tools as dumped by 'sglang', 'sglang-0.5.14', or 'given'.")
+    ] = "sglang",
     template_kwargs: TemplateKwargs = "{}",
     workers: Annotated[int, typer.Option(help="Processes; 0: one per core.")] = 0,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the tokenizer's own code (Kimi needs it).")] = False,
@@ -68,6 +71,7 @@ def samples_command(
         max_tokens=max_tokens,
         truncation=truncation,  # type: ignore[arg-type]
         dedupe=dedupe,  # type: ignore[arg-type]
+        tool_schemas=tool_schemas,  # type: ignore[arg-type]
         template_kwargs=parse_kwargs(template_kwargs),
     )
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)

@@ -50,7 +50,7 @@ def test_prompts_are_the_served_ones(tmp_path: Path, name: str, case: str, slow:
     turns = CASES.get(case, talk.LEADING_BREAKS)
     tools = talk.TOOLS if "call" in case and name != "gemma-3" else None
     used = SlowTokenizer(tokenizer(name)) if slow else tokenizer(name)
-    samples, _ = samples_of(tmp_path, name, turns, tokenizer_=used, tools=tools)
+    samples, _ = samples_of(tmp_path, name, turns, tokenizer_=used, tools=tools, tool_schemas="given")
     spoken = [
         at
         for at, turn in enumerate(turns)

@@ -103,6 +103,17 @@ def test_tool_calls(server: str, every_tokenizer: PreTrainedTokenizerFast, name:
     check_against_server(server, every_tokenizer, name, turns, tools=talk.TOOLS)
 
 
+def test_tool_schemas_as_this_server_dumps_them(server: str, every_tokenizer: PreTrainedTokenizerFast) -> None:
+    """Fields that a client leaves out appear in the prompt, in the server's order."""
+    functions: list[dict[str, Any]] = [
+        {"name": "bare"},
+        {"parameters": {"type": "object"}, "name": "turned", "description": "round", "strict": True},
+        {"name": "extra", "description": "d", "unknown": 1, "strict": None},
+    ]
+    tools = [{"type": "function", "function": function} for function in functions]
+    check_against_server(server, every_tokenizer, "qwen3", talk.PARALLEL_CALLS, tools=tools)
+
+
 def test_the_chat_endpoint_reports_the_same_ids(server: str, every_tokenizer: PreTrainedTokenizerFast) -> None:
     """`/tokenize` is no path of its own: the chat endpoint itself reports these prompt ids."""
     messages = talk.SYSTEM[:-1]

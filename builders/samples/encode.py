@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+PROBE = "The quick brown fox: 0123456789 äöü 漢字\n\n  x"
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -59,8 +61,12 @@ class Encoder(Protocol):
 
 def make_encoder(tokenizer: Any) -> Encoder:
     """Fast where the tokenizer has a Rust backend and encodes with nothing of its own around it."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return FastEncoder(tokenizer) if backend is not None and _is_plain(tokenizer) else SlowEncoder(tokenizer)
+    if getattr(tokenizer, "backend_tokenizer", None) is not None and _is_plain(tokenizer):
+        fast, slow = FastEncoder(tokenizer), SlowEncoder(tokenizer)
+        probe = PROBE + "".join(str(tokenizer.convert_ids_to_tokens(token)) for token in sorted(fast.special_ids)[:8])
+        if fast.encode(probe) == slow.encode(probe):
+            return fast
+    return SlowEncoder(tokenizer)
 
 
 class SlowEncoder:
@@ -107,8 +113,11 @@ class FastEncoder(SlowEncoder):
     """Rust backend: one encoding per text; positions from its offsets, proven with the short text before each."""
 
     def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
         self._backend = tokenizer.backend_tokenizer
+        # a tokenizer file may ask for padding or truncation; transformers, too, sets both anew on every call
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        super().__init__(tokenizer)
         self._tails: dict[str, list[int]] = {}
         # only these split the text before anything else happens, so what follows them is encoded by itself
         self._anchors = frozenset(
@@ -215,6 +224,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
         content = backend.to_str().encode()
     else:
         vocabulary = sorted((str(token), int(number)) for token, number in tokenizer.get_vocab().items())
-        probe = tokenizer.encode("The quick brown fox: 0123456789 äöü 漢字\n\n  x")
+        probe = tokenizer.encode(PROBE)
         content = repr((vocabulary, [int(token) for token in probe])).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -44,6 +44,18 @@ class ChatTemplate:
             )
         self.source = source if isinstance(source, str) else json.dumps(source, sort_keys=True)
         self._compiled = _compiled(tokenizer) if isinstance(source, str) and _is_stock(tokenizer) else None
+        if self._compiled is not None and not self._compiled_agrees():
+            self._compiled = None
+
+    def _compiled_agrees(self) -> bool:
+        """Whether the quick way gives what `apply_chat_template` gives."""
+        prompt = [message.to_dict(reasoning_field="", arguments="dict", parts=False) for message in PROBE]
+        try:
+            quick = self.render(prompt, generation=True)
+        except TemplateFailed:
+            return True  # a template that wants more than one message raises on either way
+        variables = {**self.kwargs, "add_generation_prompt": True}
+        return quick == self._tokenizer.apply_chat_template(prompt, tokenize=False, **variables)
 
     @cached_property
     def digest(self) -> str:

@@ -24,10 +24,12 @@ from eagle3_data.builders.samples.template import ChatTemplate
 from eagle3_data.builders.synth.answers import AnswerFile
 from eagle3_data.builders.synth.dialogue import Answer, Dialogue
 from eagle3_data.builders.synth.spec import SynthSpec
-from eagle3_data.errors import BuildFailed, Eagle3Error, InputError, LedgerError, SampleError
+from eagle3_data.errors import BuildFailed, ConnectionLost, Eagle3Error, InputError, LedgerError, SampleError
 from eagle3_data.server.client import Reply, ServerClient
 
 RETRIES = 4
+REST_S = 15.0
+"""A server that could not be reached is asked again after this, unless none is left."""
 BACKOFF_S = 1.0
 """First wait before a retry; doubles each time, with jitter."""
 
@@ -70,17 +72,22 @@ Progress = Callable[[SynthReport], None]
 
 
 class Servers:
-    """Several servers as one; a request goes to the one with the fewest outstanding tokens."""
+    """Several servers as one; a request goes to the one with the fewest outstanding tokens, a lost one rests first."""
 
     def __init__(self, clients: Sequence[ServerClient]) -> None:
         self._load = dict.fromkeys(clients, 0)
+        self._rests_until = dict.fromkeys(clients, 0.0)
 
     async def generate(self, prompt: Sequence[int], spec: SynthSpec, row: int) -> Reply:
-        client = min(self._load, key=lambda one: self._load[one])
+        now = time.monotonic()
+        client = min(self._load, key=lambda one: (self._rests_until[one] > now, self._load[one]))
         cost = len(prompt) + spec.max_new_tokens
         self._load[client] += cost
         try:
             return await client.generate(prompt, sampling=spec.sampling(row))
+        except ConnectionLost:
+            self._rests_until[client] = time.monotonic() + REST_S
+            raise
         finally:
             self._load[client] -= cost
 

@@ -20,14 +20,14 @@ from eagle3_data import durable
 from eagle3_data.builders.connect import Probed, foreign_info, make_pool, probe, server_row, spec_of
 from eagle3_data.builders.extract import Extractor
 from eagle3_data.builders.ledger import Ledger
-from eagle3_data.builders.matching import Strength
+from eagle3_data.builders.matching import STRENGTHS, Strength
 from eagle3_data.builders.plan import Plan, check_plan
 from eagle3_data.builders.pool import FlowConfig
 from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.sink import ShardSink
 from eagle3_data.builders.stored import load_store
-from eagle3_data.capture import CaptureSpec, LastState
+from eagle3_data.capture import LAST_STATES, CaptureSpec, LastState
 from eagle3_data.card import write_card
 from eagle3_data.errors import ConfigError, ServerUnfit
 from eagle3_data.journal import Journal, Tick, journal_path, read_tail
@@ -71,6 +71,9 @@ class BuildConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.max_failure_share <= 1:
             raise ConfigError(f"--max-failure-share must be between 0 and 1, got {self.max_failure_share}")
+        for name, value, known in (("--last", self.last, LAST_STATES), ("--matching", self.matching, STRENGTHS)):
+            if value not in known:
+                raise ConfigError(f"{name} {value!r} is not one of {', '.join(known)}")
         if self.matching == "token_count" and self.spool is None:
             raise ConfigError("matching by token count needs --spool", next="or use a server with the eagle3-data plugin")
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from eagle3_data.errors import ConfigError
 from eagle3_data.protocol import AUX, DTYPE_BYTES, IDS, LAST, LAYER_CONVENTION, MASK, parse_strict
 
 LastState = Literal["hidden", "none"]
+LAST_STATES: tuple[LastState, ...] = get_args(LastState)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +36,8 @@ class CaptureSpec:
             raise ConfigError(f"capture.dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         if self.width <= 0:
             raise ConfigError(f"capture.width must be > 0, got {self.width}")
-        if self.last not in ("hidden", "none"):
-            raise ConfigError(f"capture.last {self.last!r} is not 'hidden' or 'none'")
+        if self.last not in LAST_STATES:
+            raise ConfigError(f"capture.last {self.last!r} is not one of {', '.join(LAST_STATES)}")
 
     @property
     def state_bytes_per_token(self) -> int:

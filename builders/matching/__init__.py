@@ -7,12 +7,13 @@ folders `req_*`), so the count is the whole proof and the scheduler must keep it
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 if TYPE_CHECKING:
     from eagle3_data.builders.dumps import Dump, Request
 
 Strength = Literal["identity", "token_count"]
+STRENGTHS: tuple[Strength, ...] = get_args(Strength)
 
 
 class Matcher(Protocol):

@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 from rich.table import Table
@@ -96,7 +96,10 @@ def build_command(
 
 def retry_command(
     folder: Annotated[Path, typer.Argument(help="A build that ended with failed samples.")],
-    server: Annotated[list[str | None], typer.Option(help="Other servers than those of the build.")] = None,
+    server: Annotated[
+        Optional[list[str]],  # noqa: UP045 - typer does not take `list[str] | None`
+        typer.Option(help="Other servers than those of the build."),
+    ] = None,
     api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)] = None,
 ) -> None:
     """Try the failed samples of a build again; what is sealed stays as it is.

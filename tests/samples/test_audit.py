@@ -137,3 +137,4 @@ def test_every_target_can_be_shown(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.arrow"
         prepare_samples([{"messages": talk.MULTI_TURN}], tokenizer(name), SampleSpec(), path)
         write_audit(SampleStore.open(path), make_encoder(tokenizer(name)), tmp_path / f"{name}.html")
+        assert (tmp_path / f"{name}.html").read_text().rstrip().endswith("</html>")

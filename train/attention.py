@@ -14,7 +14,9 @@ steps.
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -23,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 256
 FLEX_BLOCK = 128
+KEEP_SCORES = 4 << 20
+"""Scores (all heads, one step) up to which they are kept for the backward pass."""
 
 
 class StepZeroAttention(Protocol):
@@ -31,50 +35,73 @@ class StepZeroAttention(Protocol):
     def __call__(self, q_HRD: Tensor, k_KND: Tensor, v_KND: Tensor, step: int) -> tuple[Tensor, Tensor]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Active rows low..high (positions in `active`), all of one document, over its keys start..end."""
+
+    start: int
+    end: int
+    low: int
+    high: int
+
+
 class PlainAttention:
-    """Explicit scores, document by document, in blocks of queries that the backward pass makes again: memory stays at
-    one block of scores. `document_N`: a number per document, -1 on padding; `active_R`: ascending rows."""
+    """Explicit scores, document by document, in blocks of queries. When the scores of a whole batch would be large the
+    backward pass makes them again, so that memory stays at one block of them.
+
+    `document_N`: a number per document, -1 on padding; `active_R`: ascending rows.
+    """
 
     def __init__(self, document_N: Tensor, active_R: Tensor, window: int | None = None) -> None:
         self.active, self.window = active_R, window
-        numbers, counts = torch.unique_consecutive(document_N, return_counts=True)
-        ends = counts.cumsum(0)
-        starts = ends - counts
-        queries = torch.stack([torch.searchsorted(active_R, starts), torch.searchsorted(active_R, ends)])
-        runs = torch.stack([numbers, starts, *queries]).T.tolist()
-        self._blocks = [
-            (start, low, min(low + QUERY_BLOCK, last))
-            for number, start, first, last in runs
-            for low in range(first, last, QUERY_BLOCK)
-            if number >= 0
-        ]
-        covered = sum(high - low for _, low, high in self._blocks)
-        if covered != len(active_R):
-            # a batch without any trained row keeps one row of padding active, which sees itself alone
-            self._blocks = [(int(row), at, at + 1) for at, row in enumerate(active_R.tolist())]
-        rows = active_R.tolist()
-        self._spans = [(start, rows[high - 1] + 1, low, high) for start, low, high in self._blocks]
+        self._blocks = _document_blocks(document_N, active_R)
+        self._scores = sum((block.high - block.low) * (block.end - block.start) for block in self._blocks)
+        self._visible: dict[int, list[Tensor]] = {}
 
     def __call__(self, q_HRD: Tensor, k_KND: Tensor, v_KND: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        again = torch.is_grad_enabled() and self._scores * q_HRD.shape[0] > KEEP_SCORES
         outs, lses = [], []
-        for start, end, low, high in self._spans:
-            visible = self._visible(start, end, low, high, step)
-            args = (q_HRD[:, low:high], k_KND[:, start:end], v_KND[:, start:end], visible)
-            if torch.is_grad_enabled():
-                out, lse = cast(tuple[Tensor, Tensor], checkpoint(_attend, *args, use_reentrant=False))
-            else:
-                out, lse = _attend(*args)
+        for block, visible in zip(self._blocks, self._masks(step), strict=True):
+            keys = slice(block.start, block.end)
+            args = (q_HRD[:, block.low : block.high], k_KND[:, keys], v_KND[:, keys], visible)
+            made = checkpoint(_attend, *args, use_reentrant=False) if again else _attend(*args)
+            out, lse = cast(tuple[Tensor, Tensor], made)
             outs.append(out)
             lses.append(lse)
         return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
-    def _visible(self, start: int, end: int, low: int, high: int, step: int) -> Tensor:
-        """bool [high - low, end - start]"""
-        query = self.active[low:high, None]
-        key = torch.arange(start, end, device=query.device)
+    def _masks(self, step: int) -> list[Tensor]:
+        """bool [queries, keys] of each block; without a window the same for all steps."""
+        key = step if self.window is not None else 0
+        if key not in self._visible:
+            self._visible[key] = [self._mask(block, step) for block in self._blocks]
+        return self._visible[key]
+
+    def _mask(self, block: _Block, step: int) -> Tensor:
+        query = self.active[block.low : block.high, None]
+        key = torch.arange(block.start, block.end, device=query.device)
         visible = key <= query
         # the query stands at position t + step; its own later keys take `step` places of the window
         return visible if self.window is None else visible & (key > query + step - self.window)
+
+
+def _document_blocks(document_N: Tensor, active_R: Tensor) -> list[_Block]:
+    """Blocks of at most QUERY_BLOCK active rows; each ends its keys at its last row."""
+    rows = active_R.tolist()
+    numbers, counts = torch.unique_consecutive(document_N, return_counts=True)
+    ends = counts.cumsum(0)
+    starts = ends - counts
+    first, last = torch.searchsorted(active_R, starts), torch.searchsorted(active_R, ends)
+    blocks = [
+        _Block(start, rows[min(low + QUERY_BLOCK, end) - 1] + 1, low, min(low + QUERY_BLOCK, end))
+        for number, start, begin, end in torch.stack([numbers, starts, first, last]).T.tolist()
+        for low in range(begin, end, QUERY_BLOCK)
+        if number >= 0
+    ]
+    if sum(block.high - block.low for block in blocks) != len(rows):
+        # a batch without any trained row keeps one row of padding active, which sees itself alone
+        return [_Block(row, row + 1, at, at + 1) for at, row in enumerate(rows)]
+    return blocks
 
 
 def _attend(q_HRD: Tensor, k_KND: Tensor, v_KND: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,9 +136,8 @@ class FlexAttention:
             q[None].contiguous(),
             k_KND[None].contiguous(),
             v_KND[None].contiguous(),
-            block_mask=self._mask(step),
-            enable_gqa=q_HRD.shape[0] != k_KND.shape[0],
-            return_lse=True,
+            self._mask(step),
+            q_HRD.shape[0] != k_KND.shape[0],
         )
         return out[0, :, : self.rows], lse[0, :, : self.rows].float()
 
@@ -132,17 +158,19 @@ class FlexAttention:
         return self._masks[key]
 
 
-_compiled_flex: list[Any] = []
+def _flex_with_lse(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, enable_gqa: bool) -> tuple[Tensor, Tensor]:
+    from torch.nn.attention import flex_attention as flex
+
+    if hasattr(flex, "AuxRequest"):  # torch 2.9 and newer
+        request = flex.AuxRequest(lse=True)
+        out, aux = flex.flex_attention(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa, return_aux=request)
+        return out, cast(Tensor, aux.lse)
+    return flex.flex_attention(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa, return_lse=True)
 
 
+@functools.cache
 def _flex(compiled: bool) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    if not compiled:
-        return flex_attention
-    if not _compiled_flex:
-        _compiled_flex.append(torch.compile(flex_attention, dynamic=True))
-    return _compiled_flex[0]
+    return torch.compile(_flex_with_lse, dynamic=True) if compiled else _flex_with_lse
 
 
 def make_attention(

@@ -152,7 +152,7 @@ def _score(logits: Tensor, teacher: TeacherRows, mask_SC: Tensor, work: _Work) -
             grad = (q - p) * weight_SC[..., None]
         else:
             # d accept / d logit_v = q_v (1[q_v < P_v] - sum_w q_w 1[q_w < P_w])
-            below = q < own
+            below = (q < own).to(q.dtype)
             rising = q * (below - (q * below).sum(-1, keepdim=True))
             if config.kind == "lk_alpha":
                 grad = rising * (-weight_SC / accept.clamp_min(ACCEPT_FLOOR))[..., None]

@@ -112,6 +112,7 @@ def server_environment(config: ServerConfig) -> dict[str, str]:
     """The child's whole environment."""
     env = dict(os.environ)
     env.pop(SPOOL_ENV, None)
+    env["PYTHONSAFEPATH"] = "1"  # a folder `eagle3_data` or `sglang` where the user happens to be must not win
     path = []
     if resolve_device(config.device) == "cpu":
         from eagle3_data.patches.sglang_cpu import ENVIRONMENT, STUBS
@@ -251,8 +252,10 @@ class ServerProcess:
 def inspect_sglang(config: ServerConfig, env: Mapping[str, str]) -> tuple[int, ...]:
     """Version of the interpreter's SGLang. Raises ConfigError when SGLang, or our plugin beside it, is missing."""
     code = (
-        "from importlib.metadata import entry_points, version\n"
-        "print(version('sglang'), int(any(e.name == 'eagle3_data' for e in entry_points(group='sglang.srt.plugins'))))"
+        "from importlib.metadata import version\n"
+        "print(version('sglang'))\n"
+        "try: from eagle3_data.patches.sglang import register\n"
+        "except ImportError as error: print(error)\n"
     )
     try:
         found = subprocess.run([config.python, "-c", code], env=dict(env), capture_output=True, text=True, timeout=60)
@@ -265,10 +268,11 @@ def inspect_sglang(config: ServerConfig, env: Mapping[str, str]) -> tuple[int, .
             f"{config.python} has no SGLang",
             next="install it there (pip install sglang), or name another interpreter with --python",
         )
-    version, plugin = found.stdout.split()
-    if config.spool is not None and plugin == "0":
+    version, *problem = found.stdout.splitlines()
+    if config.spool is not None and problem:
         raise ConfigError(
-            f"{config.python} has SGLang {version} without our plugin", next="pip install eagle3-data beside it"
+            f"{config.python} has SGLang {version} and not our plugin: {problem[0]}",
+            next="pip install eagle3-data beside SGLang",
         )
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 

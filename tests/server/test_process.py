@@ -78,6 +78,13 @@ def test_interpreters_without_sglang_are_named(tmp_path: Path) -> None:
     bare.chmod(0o755)
     with pytest.raises(ConfigError, match="has no SGLang"):
         inspect_sglang(dataclasses.replace(GPU, python=str(bare)), os.environ)
+    (tmp_path / "sglang-0.5.20.dist-info").mkdir()
+    (tmp_path / "sglang-0.5.20.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.20\n")
+    beside = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.20 and not our plugin: No module named 'eagle3_data'"):
+        inspect_sglang(dataclasses.replace(GPU, python=str(bare)), beside)
+    assert inspect_sglang(dataclasses.replace(GPU, python=str(bare), spool=None), beside) == (0, 5, 20)
     with pytest.raises(ConfigError, match="cannot be run"):
         inspect_sglang(dataclasses.replace(GPU, python=str(tmp_path / "missing")), os.environ)
 

@@ -199,11 +199,13 @@ def _compiled(tokenizer: Any) -> Callable[[Mapping[str, Any]], str] | None:
     except ImportError:
         return None
     template = _compile_jinja_template(tokenizer.chat_template)
-    # `template.render` copies its globals, a chain of maps, on every call; they are the same for all of ours
+    # `template.render` copies its globals, a chain of maps, twice on every call; they are the same for all of ours
     shared = {**dict(template.globals), **tokenizer.special_tokens_map}
+    environment = template.environment
 
     def render(variables: Mapping[str, Any]) -> str:
-        return "".join(template.root_render_func(template.new_context({**shared, **variables}, shared=True)))
+        context = environment.context_class(environment, {**shared, **variables}, template.name, template.blocks)
+        return "".join(template.root_render_func(context))
 
     return render
 

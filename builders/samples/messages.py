@@ -85,7 +85,8 @@ class Message:
 
     def to_dict(self, *, reasoning_field: str, arguments: ArgumentsForm, parts: bool) -> dict[str, Any]:
         """The dict a template reads. `parts`: the template walks content parts, so they are kept."""
-        content = [dict(part) for part in self.content] if parts and not isinstance(self.content, str) else self.text
+        keeps_parts = parts and self.role != "tool" and not isinstance(self.content, str)  # SGLang joins those of tools
+        content = [dict(part) for part in self.content if isinstance(part, Mapping)] if keeps_parts else self.text
         message: dict[str, Any] = {"role": self.role, "content": content}
         if self.name is not None:
             message["name"] = self.name
@@ -209,7 +210,7 @@ def parse_message(value: Any) -> Message:
         tool_calls=tuple(parse_tool_call(call) for call in value.get("tool_calls") or ()),
         name=value.get("name"),
         tool_call_id=value.get("tool_call_id"),
-        raw=raw if reasoning else "",
+        raw=raw if raw != content else "",
     )
 
 

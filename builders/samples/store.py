@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from eagle3_data.builders.samples.policy import sample_digest
 from eagle3_data.builders.samples.rows import Chunk, Drop
 from eagle3_data.builders.samples.spec import SampleSpec
-from eagle3_data.errors import InputError
+from eagle3_data.errors import ConfigError, InputError
 
 FORMAT = 1
 
@@ -104,10 +104,13 @@ class SampleWriter:
 
     def __init__(self, path: Path, spec: SampleSpec) -> None:
         self.path, self.spec = path, spec
-        path.parent.mkdir(parents=True, exist_ok=True)
         finals = (path, drops_path(path), record_path(path))
         self._hidden = {final: final.with_name(f".{final.name}.tmp") for final in finals}
-        self._sink = pa.OSFile(str(self._hidden[path]), "wb")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._sink = pa.OSFile(str(self._hidden[path]), "wb")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error}", next="name another --out") from error
         schema = SCHEMA.with_metadata({"eagle3_data.samples": json.dumps(spec.to_dict())})
         self._writer = pa.ipc.new_file(self._sink, schema)
         self._drops = self._hidden[drops_path(path)].open("w", encoding="utf-8")

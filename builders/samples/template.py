@@ -88,8 +88,8 @@ class ChatTemplate:
 
     @cached_property
     def thinking_switches(self) -> tuple[str, ...]:
-        """The variables among THINKING_SWITCHES that change the generation prompt or the rendered turn."""
-        return tuple(name for name in THINKING_SWITCHES if self._switch_matters(name))
+        """The variables among THINKING_SWITCHES that change the generation prompt and are not set by the user."""
+        return tuple(name for name in THINKING_SWITCHES if name not in self.kwargs and self._switch_matters(name))
 
     def _switch_matters(self, name: str) -> bool:
         prompt = [message.to_dict(reasoning_field="", arguments="dict", parts=False) for message in PROBE]
@@ -124,7 +124,10 @@ class ChatTemplate:
     @cached_property
     def _opens_think(self) -> bool:
         prompt = [message.to_dict(reasoning_field="", arguments="dict", parts=False) for message in PROBE]
-        text = self.render(prompt, generation=True, kwargs=dict.fromkeys(self.thinking_switches, True))
+        try:
+            text = self.render(prompt, generation=True, kwargs=dict.fromkeys(self.thinking_switches, True))
+        except TemplateFailed:
+            return False
         return text.endswith(tuple(opener for opener, _ in THINK_FORMS))
 
     def _probe_turn(self, turn: Message, field: str) -> str:
@@ -176,7 +179,8 @@ class ChatTemplate:
         form, empty = self.call_form if has_calls else ("dict", "")
         field = self.reasoning_field if has_reasoning else ""
         dicts = [m.to_dict(reasoning_field=field, arguments=form, parts=parts) for m in conversation.messages]
-        if has_reasoning and self._reasoning_field is None and not self._opens_think:
+        has_raw = any(message.raw for message in conversation.messages)
+        if has_raw and self._reasoning_field is None and not self._opens_think:
             for message, turn in zip(dicts, conversation.messages, strict=True):
                 message["content"] = turn.raw or message["content"]  # as the row has it, and as a client would send it
         for message in dicts:

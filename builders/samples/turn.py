@@ -70,7 +70,11 @@ class TurnView:
         if self.message.reasoning:
             return self._with_reasoning(prompt, full, locate_answer)
         if full.startswith(prompt):
-            return Produced(full[len(prompt) :])
+            text = full[len(prompt) :]
+            empty = (opener + closer for opener, closer in THINK_FORMS)
+            # thinking is on and the row has no reasoning: the template's empty block is context, the row did not say it
+            given = 0 if self.message.raw else next((len(block) for block in empty if text.startswith(block)), 0)
+            return Produced(text, given=given)
         opened = opened_think(prompt)
         rest = after_think(full, prompt, *opened) if opened is not None else None
         if opened is None or rest is None:

@@ -58,7 +58,8 @@ class Dialogue:
         messages = list(conversation.messages)
         while messages and messages[-1].role == ASSISTANT and messages[-1].is_empty:
             messages.pop()
-        targets = [at for at, message in enumerate(messages) if message.role == ASSISTANT]
+        # calls stay as they are, since the replies that follow belong to them
+        targets = [at for at, turn in enumerate(messages) if turn.role == ASSISTANT and not turn.tool_calls]
         if not targets or messages[-1].role != ASSISTANT:
             messages.append(Message(role=ASSISTANT))
             targets.append(len(messages) - 1)

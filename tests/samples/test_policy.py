@@ -123,6 +123,12 @@ def test_spec_round_trip_and_typos() -> None:
         SampleSpec.from_dict({"loss": "all"})
 
 
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write"):
+        prepare_samples([{"messages": talk.MULTI_TURN}], tokenizer(NAME), SampleSpec(), tmp_path / "file" / "s.arrow")
+
+
 def test_unfinished_or_altered_samples_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "s.arrow"
     with pytest.raises(InputError, match="no finished samples"):
@@ -133,10 +139,8 @@ def test_unfinished_or_altered_samples_are_refused(tmp_path: Path) -> None:
     path.write_bytes(whole + b"x")
     with pytest.raises(InputError, match="describes"):
         SampleStore.open(path)
-    ids = SampleStore
     path.write_bytes(whole)
-    sample = ids.open(path).row(0)
-    at = whole.index(sample.input_ids.tobytes())
+    at = whole.index(SampleStore.open(path).row(0).input_ids.tobytes())
     path.write_bytes(whole[:at] + b"\x07" + whole[at + 1 :])
     with pytest.raises(InputError, match="digest"):
         SampleStore.open(path).verify()

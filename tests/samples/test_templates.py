@@ -110,6 +110,30 @@ def test_c21_empty_think_header_of_non_thinking_mode(tmp_path: Path) -> None:
     assert report.notes["turns thinking off"] == 4
 
 
+@pytest.mark.parametrize("thinking", ["on", "template"])
+def test_empty_think_block_is_never_learnt(tmp_path: Path, thinking: str) -> None:
+    """In thinking mode the template writes a block that the row does not have: context, not the assistant's text."""
+    turns = talk.MULTI_TURN[:2]
+    (sample,), _ = samples_of(tmp_path, "qwen3", turns, thinking=thinking)
+    assert "<think>\n\n</think>\n\n" in tokenizer("qwen3").decode(sample.input_ids)
+    assert marked_text("qwen3", sample.input_ids, sample.loss_mask) == [turns[1]["content"] + "<|im_end|>"]
+
+
+def test_the_users_own_switch_wins(tmp_path: Path) -> None:
+    samples, report = samples_of(tmp_path, "qwen3", talk.MULTI_TURN, template_kwargs={"enable_thinking": False})
+    assert "turns thinking off" not in report.notes
+    assert "</think>" in tokenizer("qwen3").decode(samples[0].input_ids)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_text_parts_are_text(tmp_path: Path, name: str) -> None:
+    """Content as OpenAI parts renders as its text; several parts as SGLang renders them."""
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "6 * 7?"}]
+    samples, _ = samples_of(tmp_path, name, [{"role": "user", "content": parts}, talk.assistant("42.")])
+    text = tokenizer(name).decode(samples[0].input_ids)
+    assert ("What is6 * 7?" if name in ("gemma-3", "kimi-k2.5") else "What is 6 * 7?") in text
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_c23_reasoning_is_rendered_and_learnt_by_default(tmp_path: Path, name: str) -> None:
     samples, _ = samples_of(tmp_path, name, talk.REASONING)

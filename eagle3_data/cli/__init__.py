@@ -13,6 +13,7 @@ COMMANDS = {
     "doctor": ("serve", "doctor_command", "Check a running server, with a canary capture."),
     "samples": ("samples", "samples_command", "Conversations to token ids and loss masks; look at them."),
     "synth": ("samples", "synth_command", "Have the target itself answer prompts."),
+    "plan": ("plan", "plan_command", "What a build will take, and whether it fits."),
     "build": ("build", "build_command", "Capture conversations into sealed shards."),
     "retry": ("build", "retry_command", "Try the failed samples of a build again."),
     "status": ("status", "status_command", "How far, how fast, alive or not."),

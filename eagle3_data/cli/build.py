@@ -15,7 +15,7 @@ from eagle3_data.builders.build import BuildConfig, BuildReport, build
 from eagle3_data.builders.pool import FlowConfig
 from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.builders.stored import recall, remember
-from eagle3_data.cli.progress import RunProgress, console, say
+from eagle3_data.cli.progress import RunProgress, answer, say
 from eagle3_data.errors import ConfigError
 from eagle3_data.status import format_bytes
 
@@ -138,7 +138,7 @@ def print_report(report: BuildReport) -> None:
     }
     for name, value in rows.items():
         table.add_row(name, value)
-    console.print(table, highlight=False)
+    answer.print(table, highlight=False)
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from eagle3_data import durable
-from eagle3_data.cli.progress import console
+from eagle3_data.cli.progress import answer, console
 from eagle3_data.status import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def show(summary: Summary) -> None:
     table = Table(show_header=False, box=None)
     for name, value in summary.rows.items():
         table.add_row(name, value)
-    console.print(table, highlight=False)
+    answer.print(table, highlight=False)
 
 
 def write_report(folders: Folders, summary: Summary) -> None:

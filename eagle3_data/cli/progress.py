@@ -16,6 +16,8 @@ LINE_S = 30.0
 """Without a terminal: one line per this many seconds, and one at the end."""
 
 console = Console(stderr=True)
+"""What happens meanwhile; the answer of a command goes to `answer`, so that it can be piped."""
+answer = Console()
 
 
 def say(text: str) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from eagle3_data.cli.progress import console
+from eagle3_data.cli.progress import answer
 from eagle3_data.status import Status, format_bytes, format_duration, format_line, read_status
 
 WATCH_S = 2.0
@@ -35,7 +35,7 @@ def status_command(
     if as_json:
         print(json.dumps(status.to_dict()))
     elif watch:
-        with Live(render(folder, status), console=console, refresh_per_second=4) as live:
+        with Live(render(folder, status), console=answer, refresh_per_second=4) as live:
             while status.state not in ENDED:
                 time.sleep(WATCH_S)
                 status = read_status(folder)
@@ -47,7 +47,7 @@ def status_command(
             status = read_status(folder)
             print(format_line(status), flush=True)
     else:
-        console.print(render(folder, status))
+        answer.print(render(folder, status))
     sys.exit(EXIT_CODES.get(status.state, 0))
 
 

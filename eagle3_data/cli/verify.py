@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from eagle3_data.cli.progress import console, say
+from eagle3_data.cli.progress import answer, console
 from eagle3_data.manifest import Manifest
 from eagle3_data.status import format_bytes
 
@@ -29,9 +29,11 @@ def verify_command(
         task = bar.add_task("verify", total=total)
         report = verify(folder, on_shard=lambda row: bar.advance(task, row.nbytes), workers=workers)
     for problem in report.problems:
-        say(f"BAD  {problem}")
-    say(
+        answer.print(f"BAD  {problem}", soft_wrap=True, highlight=False, markup=False)
+    answer.print(
         f"{'OK' if report.ok else 'BAD'}: {report.samples:,} samples, {report.tokens:,} tokens, "
-        f"{report.shards:,} shards, {format_bytes(report.nbytes)}, {len(report.problems)} problems"
+        f"{report.shards:,} shards, {format_bytes(report.nbytes)}, {len(report.problems)} problems",
+        soft_wrap=True,
+        highlight=False,
     )
     sys.exit(0 if report.ok else 1)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import BuildFailed, ConfigError
-from eagle3_data.shards.layout import END_BYTES, MAX_ARROW_BYTES, MAX_MEMBER_BYTES, block_sizes
+from eagle3_data.shards.layout import END_BYTES, HEADER_BYTES, MAX_ARROW_BYTES, MAX_MEMBER_BYTES, block_sizes
 from eagle3_data.shards.writer import shard_name
 from eagle3_data.status import format_bytes
 
@@ -119,5 +119,5 @@ def check_plan(plan: Plan, out: Path, *, written: int, context_length: int, key_
 
 
 def arrow_limit(spec: CaptureSpec) -> int:
-    """Tokens above which a sample cannot go through Arrow (Kimi-K2.5 with the last state: 37,446)."""
-    return MAX_ARROW_BYTES // (spec.state_bytes_per_token + 5)
+    """Tokens above which a sample cannot go through Arrow (Kimi-K2.5 with the last state: 37,445)."""
+    return (MAX_ARROW_BYTES - HEADER_BYTES) // (spec.state_bytes_per_token + 5)

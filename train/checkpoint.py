@@ -78,9 +78,9 @@ class TrainState:
 
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor on the CPU; under FSDP2 this gathers the shards, so every rank must call it."""
-    from torch.distributed.tensor import DTensor
-
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    # by attribute: importing DTensor takes seconds, and without FSDP2 there is none
+    gather = getattr(tensor, "full_tensor", None)
+    full: Tensor = gather() if gather is not None else tensor
     return full.detach().to("cpu", copy=True).contiguous()
 
 
@@ -114,11 +114,12 @@ def load_optimizer(draft: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    if not value.ndim or not hasattr(parameter, "full_tensor"):
+        return value
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    if value.ndim and isinstance(parameter, DTensor):
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-    return value
+    assert isinstance(parameter, DTensor)
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def load_draft(draft: nn.Module, tensors: Mapping[str, Tensor], source: Path) -> None:

@@ -24,7 +24,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         precision = "bf16" if torch.cuda.is_available() else "fp32"
     return Accelerator(
         mixed_precision="bf16" if precision == "bf16" else "no",
-        log_with=list(trackers),
+        log_with=list(trackers) or None,
         project_dir=str(config.run.output),
         # the embedding and the target's head are large buffers, equal on every rank from the start
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],

@@ -67,7 +67,12 @@ def test_wrapped_vlm_in_many_files_of_which_two_are_opened(tmp_path: Path) -> No
     config = {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "tie_word_embeddings": False,
-        "text_config": {**BASE, "architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 4, "num_attention_heads": 4},
+        "text_config": {
+            **BASE,
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "kv_lora_rank": 4,
+            "num_attention_heads": 4,
+        },
         "vision_config": {"hidden_size": 3},
     }
     files = {

@@ -1,0 +1,67 @@
+"""One rank of a gloo run on CPU, in a forked process: a new interpreter per rank would spend its time importing."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle3_data.train.config import parse_config
+from eagle3_data.train.trainer import Trainer
+from tests.models import tiny_model
+from tests.train.fakes import random_samples
+
+LENGTHS = [20, 40, 60, 33, 12, 64, 50, 28, 9, 45, 70, 17, 61] * 2
+"""Batches of unequal length: nothing is ever concatenated across ranks (C62)."""
+
+
+def values(out: Path, epochs: int) -> dict[str, Any]:
+    return {
+        "data": {"folder": "unused", "max_sample_tokens": 128, "holdout_share": 0.15},
+        "target": {"model": str(tiny_model("llama"))},
+        "draft": {"vocab_size": 256},
+        "ttt": {"steps": 3},
+        "batch": {"micro_batch_tokens": 128, "batches_per_step": 4, "prefetch_batches": 2},
+        "optim": {"lr": 1e-3, "epochs": epochs},
+        "run": {"output": str(out), "log_every_s": 0, "trackers": [], "precision": "fp32", "checkpoint_every_steps": 1},
+    }
+
+
+def main(out: Path, epochs: int, stop_at: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    data = random_samples(LENGTHS, width=64, vocab=768, layers=(1, 3, 4))
+    trainer = Trainer(parse_config(values(out, epochs), source="test"), data)
+    used: list[list[list[int]]] = []
+    make = trainer._step
+
+    def recorded(loaded: Any, *rest: Any) -> Any:
+        used.append([micro.samples if micro is not None else [] for micro in loaded.step.batches])
+        result = make(loaded, *rest)
+        if trainer.state.step + 1 == stop_at:
+            trainer.signal.asked = trainer.accelerator.process_index == 0  # one rank is told, all stop
+        return result
+
+    trainer._step = recorded  # type: ignore[method-assign]
+    report = trainer.run()
+    return {"used": used, "stopped": report.stopped, "step": report.state.step}
+
+
+def rank_main(results: Any, environment: dict[str, str], out: Path, epochs: int, stop_at: int) -> None:
+    """Target of a forked process: forget the parent's Accelerate, become a rank, send what was used."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    os.environ.update(environment)
+    try:
+        results.put((int(environment["RANK"]), main(out, epochs, stop_at)))
+    except BaseException:
+        results.put((int(environment["RANK"]), traceback.format_exc()))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    results.close()
+    results.join_thread()
+    os._exit(0)  # the parent's exit handlers are not ours to run

@@ -1,0 +1,99 @@
+"""Several ranks over gloo: the same samples, the same curve, equal steps, and a resume at another world size."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # the optimizer loads it; here once, not in every forked rank
+from safetensors.torch import load_file
+
+from eagle3_data.server.process import free_port
+from eagle3_data.train.checkpoint import DRAFT, checkpoints
+from tests.train.gloo_worker import rank_main
+
+
+@dataclass(frozen=True)
+class Ran:
+    samples: list[int]
+    """In the order of the plan, ranks interleaved."""
+    losses: dict[int, float]
+    steps: list[int]
+    """Steps made, per rank."""
+    weights: dict[str, torch.Tensor]
+
+
+def run(out: Path, world: int, *, epochs: int = 2, stop_at: int = 0) -> Ran:
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
+    if world > 1:
+        common["WORLD_SIZE"] = str(world)
+    ranks = [
+        context.Process(
+            target=rank_main,
+            args=(queue, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, out, epochs, stop_at),
+        )
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        answers = dict(queue.get(timeout=200) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.join(10)
+            process.kill()
+    results = [answers[rank] for rank in range(world)]
+    for result in results:
+        assert isinstance(result, dict), result
+    samples = [
+        sample
+        for step in zip(*(result["used"] for result in results), strict=True)
+        for micro in zip(*step, strict=True)
+        for batch in micro
+        for sample in batch
+    ]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["train/loss"] for line in lines if "train/loss" in line}
+    tensors = load_file(checkpoints(out)[-1] / DRAFT)
+    return Ran(samples, losses, [result["step"] for result in results], tensors)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return run(tmp_path_factory.mktemp("gloo") / "one", 1)
+
+
+def assert_same(ours: Ran, theirs: Ran) -> None:
+    assert ours.samples == theirs.samples
+    assert ours.losses.keys() == theirs.losses.keys()
+    for step, loss in theirs.losses.items():
+        assert ours.losses[step] == pytest.approx(loss, rel=1e-4), step
+    for name, tensor in theirs.weights.items():
+        torch.testing.assert_close(ours.weights[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_train_as_one(world: int, one_rank: Ran, tmp_path: Path) -> None:
+    """C59, C62: 4 micro-batches of unequal shape per step over `world` ranks; the last step of an epoch has fewer."""
+    many = run(tmp_path / "many", world)
+    assert len(set(many.steps)) == 1
+    assert_same(many, one_rank)
+    assert len(many.samples) == 2 * len(set(many.samples))  # every sample once per epoch
+
+
+def test_killed_twice_and_resumed_at_other_world_sizes(one_rank: Ran, tmp_path: Path) -> None:
+    """Two ranks into epoch 0, one rank into epoch 1, two again: no gap, no repeat, the same curve."""
+    total = max(one_rank.losses)
+    out = tmp_path / "resumed"
+    first = run(out, 2, stop_at=2)
+    second = run(out, 1, stop_at=total - 1)
+    third = run(out, 2)
+    assert first.steps == [2, 2]
+    assert first.samples + second.samples + third.samples == one_rank.samples
+    assert_same(Ran(one_rank.samples, third.losses, third.steps, third.weights), one_rank)

@@ -1,0 +1,133 @@
+"""Reading: right contents in reused buffers, nothing but the index before step 1 (C53), real shards, clean ends."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle3_data.protocol import AUX, IDS, LAST, MASK
+from eagle3_data.shards import ShardSet
+from eagle3_data.train.config import BatchConfig, DataConfig
+from eagle3_data.train.loader import BufferPool, Collator, HostBatch, LoadedStep, Prefetcher, Samples
+from eagle3_data.train.plan import Cursor, EpochPlan, split_samples
+from tests.builds import make_build
+from tests.train.fakes import MemorySamples, random_samples
+
+DATA = DataConfig(folder="unused", max_sample_tokens=64, holdout_share=0.0)  # type: ignore[arg-type]
+DEPTH = 2
+
+
+def make_plan(data: Samples, batch: BatchConfig) -> EpochPlan:
+    split = split_samples(data.keys, data.tokens, DATA, seed=0)
+    return EpochPlan(split, data.tokens, batch, max_sample_tokens=64, seed=0, fingerprint="f")
+
+
+def make_loader(data: Samples, plan: EpochPlan) -> tuple[Prefetcher, BufferPool]:
+    pool = BufferPool(data.capture, positions=plan.largest_batch(), count=DEPTH + 1, pinned=False)
+    collator = Collator(data, max_sample_tokens=64, steps=3, alignment="strict", reader_threads=2)
+    return Prefetcher(plan.steps(Cursor(), rank=0, world=1, epochs=1), collator, pool, depth=DEPTH), pool
+
+
+def check_batch(host: HostBatch, data: Samples) -> None:
+    for row, samples in enumerate(host.micro.rows):
+        for number, sample in enumerate(samples):
+            here = host.batch.document[row] == number
+            stored = data.read(sample, (AUX, LAST, IDS, MASK))
+            count = min(int(data.tokens[sample]), 64)
+            assert torch.equal(host.batch.input_ids[row, here].to(torch.int32), stored[IDS][:count])
+            assert torch.equal(host.batch.aux[row, here], stored[AUX][:count])
+            assert torch.equal(host.batch.last[row, here], stored[LAST][:count])
+            assert torch.equal(host.loss_mask[row, here], stored[MASK][:count])
+            assert host.batch.positions[row, here].tolist() == list(range(count))
+    padding = host.batch.document == -1
+    assert not host.batch.aux[padding].any()  # what an earlier batch left there would be NaN times zero
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_contents_counts_and_bounded_memory(packing: bool) -> None:
+    data = random_samples([10, 33, 64, 90, 7, 21, 55, 3] * 5, width=8, vocab=50)
+    data.samples[5][AUX][:] = float("nan")  # a bad sample must not leak through a reused buffer
+    plan = make_plan(data, BatchConfig(micro_batch_tokens=128, batches_per_step=3, packing=packing))
+    loader, pool = make_loader(data, plan)
+    pointers, seen = set(), []
+    with loader:
+        for loaded, batches in loader:
+            counted = torch.zeros(3, dtype=torch.int64)
+            for host in batches:
+                assert host is not None
+                if 5 not in host.micro.samples:
+                    check_batch(host, data)
+                counted += host.batch.rows.flatten(1).sum(-1)
+                pointers.add(host.buffer.aux.data_ptr())
+                seen += host.micro.samples
+                pool.give(host.buffer)
+            assert counted.tolist() == loaded.counts_S.tolist()  # known before the first batch was read
+    assert sorted(seen) == list(range(40))
+    assert len(pointers) <= DEPTH + 1
+    assert pool.nbytes == (DEPTH + 1) * plan.largest_batch() * 8 * 4 * 4  # 3 aux + last, 8 wide, float32
+
+
+def test_nothing_but_loss_masks_and_the_first_batches_is_read_before_the_first_step() -> None:
+    """C53, sized down: a pass over all payloads before step 1 is what made others' trainers look hung."""
+    data = random_samples([20] * 2000, width=8, vocab=50)
+    plan = make_plan(data, BatchConfig(micro_batch_tokens=64, batches_per_step=2))
+    loader, _ = make_loader(data, plan)
+    with loader:
+        first = next(iter(loader))
+        assert isinstance(first[0], LoadedStep)
+        host = next(first[1])
+        assert host is not None
+    assert data.reads[AUX] <= 3 * (DEPTH + 2)  # three samples per batch
+    assert data.reads[MASK] <= 100
+
+
+def test_an_error_in_the_reader_reaches_the_loop_and_threads_end() -> None:
+    data = random_samples([20] * 30, width=8, vocab=50)
+
+    class Broken(MemorySamples):
+        def read(self, i: int, columns: object = None) -> dict[str, torch.Tensor]:
+            if i == 7:
+                raise OSError("disk is gone")
+            return super().read(i, columns)  # type: ignore[arg-type]
+
+    broken = Broken(data.capture, data.samples)
+    loader, pool = make_loader(broken, make_plan(broken, BatchConfig(micro_batch_tokens=64, batches_per_step=2)))
+    with pytest.raises(OSError, match="disk is gone"), loader:
+        drain(loader, pool)
+    assert not [t for t in threading.enumerate() if t.name.startswith("eagle3-prefetch")]
+
+
+def test_leaving_early_does_not_hang() -> None:
+    data = random_samples([20] * 200, width=8, vocab=50)
+    loader, _ = make_loader(data, make_plan(data, BatchConfig(micro_batch_tokens=64, batches_per_step=2)))
+    with loader:
+        next(iter(loader))
+    assert not [t for t in threading.enumerate() if t.name.startswith("eagle3-prefetch")]
+
+
+def test_real_shards(tmp_path: Path) -> None:
+    """bf16 states, read by mmap out of several tar shards."""
+    make_build(tmp_path / "build", lengths=[5, 64, 9, 100, 17, 8, 31, 70, 12, 40, 40, 6, 22, 64], per_shard=4)
+    data = ShardSet.open(tmp_path / "build")
+    plan = make_plan(data, BatchConfig(micro_batch_tokens=128, batches_per_step=2))
+    loader, pool = make_loader(data, plan)
+    seen = []
+    with loader:
+        for _, batches in loader:
+            for host in batches:
+                assert host is not None
+                assert host.batch.aux.dtype == torch.bfloat16
+                check_batch(host, data)
+                seen += host.micro.samples
+                pool.give(host.buffer)
+    assert sorted(seen) == list(range(14))
+
+
+def drain(loader: Prefetcher, pool: BufferPool) -> None:
+    for _, batches in loader:
+        for host in batches:
+            if host is not None:
+                pool.give(host.buffer)

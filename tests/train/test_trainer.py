@@ -1,0 +1,184 @@
+"""The loop: learns, resumes bit-exactly, survives bad data and signals, and says what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from eagle3_data.errors import ConfigError, TrainingError
+from eagle3_data.protocol import LAST
+from eagle3_data.train.checkpoint import DRAFT, OPTIMIZER, TrainState, checkpoints, read_draft
+from eagle3_data.train.config import load_config
+from eagle3_data.train.trainer import Trainer, TrainReport
+from tests.train.conftest import MakeConfig
+from tests.train.fakes import MemorySamples, random_samples
+
+LENGTHS = [20, 40, 60, 33, 12, 64, 50, 28] * 3
+
+
+@pytest.fixture
+def data() -> MemorySamples:
+    return random_samples(LENGTHS, width=64, vocab=768, layers=(1, 3, 4))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / DRAFT) | load_file(folder / OPTIMIZER)
+
+
+def log_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_loss_falls(make_config: MakeConfig, sharp_target: Path, data: MemorySamples) -> None:
+    data.samples = [data.samples[2]] * len(data.samples)  # the same batch again and again
+    data.tokens[:] = data.tokens[2]
+    state = Trainer(make_config("optim.epochs=2", "draft.vocab_size=null", target=sharp_target), data).run().state
+    assert state.first_loss is not None
+    assert state.last_loss is not None
+    assert state.last_loss < 0.9 * state.first_loss
+
+
+def test_the_run_folder_tells_the_story(make_config: MakeConfig, data: MemorySamples) -> None:
+    config = make_config("optim.epochs=4", "run.eval_every_steps=10", "run.keep_checkpoints=1")
+    report = Trainer(config, data).run()
+    state = report.state
+    assert report.stopped == "finished"
+    assert state.epoch == 4
+    assert checkpoints(config.run.output) == [report.checkpoint]
+    assert load_config(config.run.output / "config.yaml") == config
+    assert report.heldout is not None
+    assert {"train/loss", "train/accuracy_2", "train/tokens_per_s"} <= set(log_of(config.run.output)[0])
+    assert state.tokens == sum(int(n) for i, n in enumerate(data.tokens) if i not in held_out(config, data)) * 4
+    saved = read_draft(config.run.output)
+    assert saved.folder.name == "best"
+    assert saved.spec.trained_tokens == 64
+    assert saved.tensors["t2d"].sum() == 256
+
+
+def held_out(config: object, data: MemorySamples) -> set[int]:
+    from eagle3_data.train.plan import split_samples
+
+    split = split_samples(data.keys, data.tokens, config.data, seed=0)  # type: ignore[attr-defined]
+    return set(split.holdout.tolist())
+
+
+def test_resume_is_bit_exact(make_config: MakeConfig, data: MemorySamples, tmp_path: Path) -> None:
+    """Stopped in epoch 0 and again in epoch 1, the run ends at the same bits as one that was never stopped."""
+    whole = Trainer(make_config("optim.epochs=2", output=tmp_path / "whole"), data).run()
+    stopped = make_config("optim.epochs=2", "run.checkpoint_every_steps=3", output=tmp_path / "stopped")
+    for at in (3, whole.state.step - 2):
+        interrupted = stop_at(Trainer(stopped, data), at)
+        assert (interrupted.stopped, interrupted.state.step) == ("interrupted", at)
+    finished = Trainer(stopped, data).run()
+    assert finished.state.step == whole.state.step
+    ours, theirs = weights(finished.checkpoint), weights(whole.checkpoint)
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+    assert finished.state.tokens == whole.state.tokens
+
+
+def stop_at(trainer: Trainer, step: int) -> TrainReport:
+    """Run until `step` optimizer steps are made, then ask for a stop as a signal would."""
+    make = trainer._step
+
+    def counted(*args: object) -> object:
+        result = make(*args)  # type: ignore[arg-type]
+        if trainer.state.step + 1 == step:
+            trainer.signal.asked = True
+        return result
+
+    trainer._step = counted  # type: ignore[assignment, method-assign]
+    return trainer.run()
+
+
+def test_sigterm_saves_and_stops(make_config: MakeConfig, data: MemorySamples) -> None:
+    config = make_config("optim.epochs=500")
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    report = Trainer(config, data).run()
+    assert report.stopped == "interrupted"
+    assert 0 < report.state.step < 500 * 10
+    assert checkpoints(config.run.output) == [report.checkpoint]
+
+
+def test_a_killed_save_leaves_no_checkpoint_that_counts(make_config: MakeConfig, data: MemorySamples) -> None:
+    config = make_config()
+    folder = config.run.output / "checkpoints" / ".step-00000009.tmp"
+    folder.mkdir(parents=True)
+    (folder / DRAFT).write_bytes(b"half")
+    assert checkpoints(config.run.output) == []
+    assert Trainer(config, data).run().stopped == "finished"
+
+
+def test_time_limit_stops_and_anneals(make_config: MakeConfig, data: MemorySamples) -> None:
+    config = make_config("optim.epochs=100000", "optim.max_minutes=0.04", "run.log_every_s=0")
+    report = Trainer(config, data).run()
+    assert report.stopped == "time"
+    rates = [line["train/lr"] for line in log_of(config.run.output) if "train/lr" in line]
+    assert rates[-1] < 0.5 * max(rates)
+
+
+def test_steps_with_a_non_finite_gradient_are_skipped_and_counted(make_config: MakeConfig, data: MemorySamples) -> None:
+    config = make_config("optim.epochs=1", "batch.batches_per_step=1", "data.holdout_share=0.0")
+    data.samples[4][LAST][:] = float("nan")
+    report = Trainer(config, data).run()
+    assert report.state.skipped_steps == 1
+    assert all(torch.isfinite(tensor).all() for tensor in weights(report.checkpoint).values())
+
+
+def test_too_many_bad_steps_stop_the_run(make_config: MakeConfig, data: MemorySamples) -> None:
+    for sample in data.samples:
+        sample[LAST][:] = float("nan")
+    with pytest.raises(TrainingError, match="3 steps in a row"):
+        Trainer(make_config("run.max_skipped_steps=2"), data).run()
+
+
+def test_early_stop(make_config: MakeConfig, data: MemorySamples) -> None:
+    """The target is noise: the acceptance length does not get better for long."""
+    config = make_config("optim.epochs=200", "run.eval_every_steps=1", "run.early_stop_evals=3")
+    report = Trainer(config, data).run()
+    assert report.stopped == "early_stop"
+    assert report.state.evals_without_better == 3
+
+
+def test_resume_on_other_data_or_draft_is_refused(make_config: MakeConfig, data: MemorySamples) -> None:
+    Trainer(make_config("optim.epochs=1"), data).run()
+    with pytest.raises(ConfigError, match="other data, batches or seed"):
+        Trainer(make_config("optim.seed=5"), data)
+    with pytest.raises(ConfigError, match="draft's intermediate_size is 128"):
+        Trainer(make_config("draft.intermediate_size=96"), data)
+    with pytest.raises(ConfigError, match="already holds checkpoints"):
+        Trainer(make_config("run.resume=false"), data)
+
+
+def test_warm_start_keeps_weights_and_vocabulary(make_config: MakeConfig, data: MemorySamples, tmp_path: Path) -> None:
+    first = Trainer(make_config("optim.epochs=1", output=tmp_path / "first"), data).run()
+    saved = load_file(first.checkpoint / DRAFT)
+    other = random_samples(LENGTHS, width=64, vocab=768, layers=(1, 3, 4), seed=9)
+    config = make_config(f"draft.init_from={first.checkpoint}", output=tmp_path / "second")
+    trainer = Trainer(config, other)
+    for name, parameter in trainer.core.draft.named_parameters():
+        assert torch.equal(parameter.detach(), saved[name]), name
+    assert torch.equal(trainer.keeper._maps["d2t"], saved["d2t"])
+    with pytest.raises(ConfigError, match="draft vocabulary of 256"):
+        Trainer(
+            make_config(f"draft.init_from={first.checkpoint}", "draft.vocab_size=128", output=tmp_path / "x"), other
+        )
+
+
+def test_no_pickle_anywhere(make_config: MakeConfig, data: MemorySamples) -> None:
+    report = Trainer(make_config("optim.epochs=1"), data).run()
+    names = {path.name for path in report.output.rglob("*") if path.is_file()}
+    assert all(name.endswith((".safetensors", ".json", ".jsonl", ".yaml")) for name in names), names
+
+
+def test_state_refuses_unknown_fields() -> None:
+    with pytest.raises(ValueError, match="unknown field"):
+        TrainState.from_json('{"steps": 3}')

@@ -36,6 +36,7 @@ LONG_POLL_S = 30.0
 """Longest wait that one request for a dump asks the server for."""
 QUICK_S = 30.0
 """Time limit of requests that the server answers without the model."""
+KEEP_ALIVE_S = 2.0
 UNPATCHED = (
     f"pip install eagle3-data beside SGLang, start it with {SPOOL_ENV}=FOLDER (or: eagle3-data serve), and name \
 eagle3_data in SGLANG_PLUGINS if that is set"
@@ -223,7 +224,9 @@ class ServerClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """One request; anything but an expected status is raised as one of our errors, also while reading the body."""
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0)  # how many are in flight is the caller's business
+            # How many are in flight is the caller's business. SGLang drops a connection that was idle for five seconds;
+            # a request sent on it just then would fail, so idle ones are dropped here first.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
         data = json.dumps(body).encode() if body is not None else None
         headers = {"Content-Type": "application/json"} if body is not None else None

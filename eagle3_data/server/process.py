@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -27,6 +28,8 @@ REFUSAL = "eagle3-data refuses to capture: "
 """How the plugin's refusals begin in the server's log."""
 NATIVE = (0, 5, 23)
 """First SGLang that captures by itself when told to; before it, the plugin hooks in."""
+PORTS = range(20_000, 32_000)
+"""Below Linux's ephemeral ports, and with room for the ports that SGLang derives by adding to this one."""
 POLL_S = 0.5
 LOG_LINES = 25
 """Lines of the log that an error shows when the plugin has not said what is wrong."""
@@ -75,10 +78,12 @@ def resolve_device(device: Device) -> Literal["cpu", "cuda"]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on right now, in the range whose neighbours SGLang can use, too."""
+    for port in random.SystemRandom().sample(PORTS, 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise ConfigError(f"no free port on {host} between {PORTS.start} and {PORTS.stop - 1}", next="name one with --port")
 
 
 def server_command(config: ServerConfig, *, port: int, native: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from eagle3_data.errors import (
     ServerUnfit,
 )
 from eagle3_data.protocol import CaptureInfo, DumpError
+from eagle3_data.server import client as client_module
 from eagle3_data.server.client import Sampling, ServerClient
 from eagle3_data.server.doctor import canary_lengths, diagnose, same_model
 from eagle3_data.server.process import free_port
@@ -60,13 +62,13 @@ ANSWER = {"output_ids": [5], "meta_info": {"prompt_tokens": 3, "finish_reason": 
 
 
 @asynccontextmanager
-async def scripted(**routes: Handler) -> AsyncIterator[ServerClient]:
+async def scripted(*, keepalive_s: float = 75.0, **routes: Handler) -> AsyncIterator[ServerClient]:
     """A server with the given handlers for `health`, `get_server_info`, `generate` and `dumps`."""
     app = web.Application()
     for name, handler in routes.items():
         path = "/eagle3/dumps/{rid}" if name == "dumps" else f"/{name}"
         app.router.add_route("*", path, handler)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, keepalive_timeout=keepalive_s)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -154,6 +156,19 @@ def test_what_generate_sends_and_returns() -> None:
     assert seen[0]["sampling_params"] == {"max_new_tokens": 1, "temperature": 0.0, "top_p": 1.0, "top_k": -1}
     assert "rid" not in seen[1]
     assert seen[1]["sampling_params"]["sampling_seed"] == 3
+
+
+def test_an_idle_connection_that_the_server_drops_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang drops connections that were idle for five seconds; a busy client notices only when it sends."""
+    monkeypatch.setattr(client_module, "KEEP_ALIVE_S", 0.2)
+
+    async def work() -> None:
+        async with scripted(keepalive_s=0.4, generate=answers(ANSWER)) as client:
+            for _ in range(3):
+                await client.prefill([1, 2, 3], "e3d-r-a-0")
+                time.sleep(0.6)
+
+    asyncio.run(work())
 
 
 def test_no_server_and_no_url() -> None:

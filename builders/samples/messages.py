@@ -199,10 +199,11 @@ def parse_message(value: Any) -> Message:
     if role not in ROLES:
         raise InputError(f"message role {value.get('role')!r} is not one of {', '.join(sorted(ROLES))}")
     content = parse_content(value.get("content"))
-    reasoning = next((str(value[name]) for name in REASONING_FIELDS if value.get(name)), "")
-    raw = ""
-    if role == ASSISTANT and not reasoning and isinstance(content, str):
-        raw, (reasoning, content) = content, split_think(content)
+    reasoning = raw = ""
+    if role == ASSISTANT:
+        reasoning = next((str(value[name]) for name in REASONING_FIELDS if value.get(name)), "")
+        if not reasoning and isinstance(content, str):
+            raw, (reasoning, content) = content, split_think(content)
     return Message(
         role=role,
         content=content,

@@ -55,7 +55,7 @@ class ChatTemplate:
         except TemplateFailed:
             return True  # a template that wants more than one message raises on either way
         variables = {**self.kwargs, "add_generation_prompt": True}
-        return quick == self._tokenizer.apply_chat_template(prompt, tokenize=False, **variables)
+        return quick == str(self._tokenizer.apply_chat_template(prompt, tokenize=False, **variables))
 
     @cached_property
     def digest(self) -> str:

@@ -21,7 +21,7 @@ from eagle3_data.builders.samples.template import ChatTemplate
 from tests.samples import conversations as talk
 from tests.samples.kit import TEMPLATES
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]  # the first test waits for the server
 
 NAMES = ["llama-3.1", "qwen3", "gpt-oss", "gemma-3", "deepseek-v3", "deepseek-v3.1", "kimi-k2.5"]
 

@@ -17,8 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from eagle3_data.builders.samples import SampleSpec, SampleStore, prepare_samples
 from eagle3_data.builders.synth import SynthSpec, greedy_share, synthesise
 from eagle3_data.errors import ConnectionLost, ManifestMismatch
+from tests.samples import conversations as talk
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]  # the first test waits for the server
 
 PROMPTS = [{"id": f"p{i}", "prompt": f"the quick brown fox {i}"} for i in range(12)]
 SPEC = SynthSpec(max_new_tokens=8, thinking="off")
@@ -115,6 +116,34 @@ def test_conversations_are_answered_anew_turn_by_turn(server: str, tiny_model: P
     assert sum(row["output_tokens"] for row in rows) > 0
     if rows[-1]["turn"] == 1:  # the second prompt was made from the first new answer
         assert rows[-1]["messages"][1]["content"] == rows[0]["messages"][1]["content"]
+
+
+def test_calls_of_a_conversation_stay(server: str, tiny_model: Path, tmp_path: Path) -> None:
+    rows = [{"messages": talk.ONE_CALL, "tools": talk.TOOLS}]
+    synthesise(rows, tiny_model, SPEC, [server], tmp_path / "a.jsonl")
+    (row,) = lines(tmp_path / "a.jsonl")
+    assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+    assert row["messages"][3]["content"] != talk.ONE_CALL[3]["content"]
+
+
+def test_command(server: str, tmp_path: Path) -> None:
+    """The model is what the server says; a second run skips; the greedy share of the answers is whole."""
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "a.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    asked = ["synth", "--prompts", str(prompts), "--server", server, "--out", str(out), "--max-new-tokens", "8"]
+    code = "from eagle3_data.cli import main; main()"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200)
+
+    first, second = run(*asked), run(*asked)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "12 answered before" in second.stderr
+    greedy = run("synth", "--greedy-share", "--prompts", str(out), "--server", server)
+    assert "greedy share 100.0%" in greedy.stderr, greedy.stderr
+    other = run(*asked[:-1], "9")
+    assert other.returncode == 1
+    assert "was begun with max_new_tokens 8" in other.stderr
 
 
 def test_no_server(tiny_model: Path, tmp_path: Path) -> None:

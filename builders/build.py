@@ -6,101 +6,28 @@ Every stage can be repeated: the same command goes on where the last one stopped
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
+import contextlib
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
 
-import numpy as np
-
-from eagle3_data import durable
-from eagle3_data.builders.connect import Probed, foreign_info, make_pool, probe, server_row, spec_of
+from eagle3_data.builders.connect import Probed, foreign_info, make_pool, probe, spec_of
 from eagle3_data.builders.extract import Extractor
 from eagle3_data.builders.ledger import Ledger
-from eagle3_data.builders.matching import STRENGTHS, Strength
 from eagle3_data.builders.plan import Plan, check_plan
-from eagle3_data.builders.pool import FlowConfig
-from eagle3_data.builders.samples.spec import SampleSpec
+from eagle3_data.builders.resume import all_plans, next_incarnation, open_manifest
 from eagle3_data.builders.samples.store import SampleStore
+from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.sink import ShardSink
-from eagle3_data.builders.stored import load_store
-from eagle3_data.capture import LAST_STATES, CaptureSpec, LastState
+from eagle3_data.builders.stored import load_store, make_folder
 from eagle3_data.card import write_card
 from eagle3_data.errors import ConfigError, ServerUnfit
 from eagle3_data.journal import Journal, Tick, journal_path, read_tail
-from eagle3_data.manifest import MANIFEST, Manifest, PlanRow
 from eagle3_data.runlock import RunLock, work_folder
 from eagle3_data.server.client import ServerClient
 from eagle3_data.shards.index import consolidate
 
 OnTick = Callable[[Tick], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuildConfig:
-    """One build. The folder `out` remembers it: a resume with other data-shaping settings is refused."""
-
-    out: Path
-    inputs: tuple[str, ...]
-    """Conversation files (see docs/samples.md)."""
-    model: str
-    """Tokenizer and target: a folder or hub id, as the server names it."""
-    servers: tuple[str, ...]
-    dataset: str = "custom"
-    split: str = "train"
-    samples: SampleSpec = field(default_factory=SampleSpec)
-    layers: tuple[int, ...] | None = None
-    """Expected aux layers (outputs); None: whatever the servers capture."""
-    last: LastState = "hidden"
-    shard_bytes: int = 1 << 30
-    flow: FlowConfig = field(default_factory=FlowConfig)
-    max_failure_share: float = 0.01
-    """The run stops once more samples than this share of all were given up (one is always allowed)."""
-    matching: Strength = "identity"
-    spool: Path | None = None
-    """Only for matching by token count: where the older patch writes."""
-    api_key: str | None = None
-    trust_remote_code: bool = False
-    retry_failed: bool = False
-    """Try the given-up samples of earlier runs again, in shards of their own."""
-    interval_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_failure_share <= 1:
-            raise ConfigError(f"--max-failure-share must be between 0 and 1, got {self.max_failure_share}")
-        for name, value, known in (("--last", self.last, LAST_STATES), ("--matching", self.matching, STRENGTHS)):
-            if value not in known:
-                raise ConfigError(f"{name} {value!r} is not one of {', '.join(known)}")
-        if self.matching == "token_count" and self.spool is None:
-            raise ConfigError("matching by token count needs --spool", next="or use a server with the eagle3-data plugin")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuildReport:
-    """How a run ended. saved + failed + skipped == planned when `complete`."""
-
-    out: Path
-    complete: bool
-    planned: int
-    saved: int
-    failed: dict[str, int]
-    skipped: dict[str, int]
-    retried: dict[str, int]
-    sent: int
-    """Requests sent by this run."""
-    resumed: int
-    """Samples that were there when this run began."""
-    adopted: int
-    """Dumps of an earlier process that were used."""
-    swept: int
-    """Dumps nobody waited for any more, thrown away."""
-    tokens: int
-    nbytes: int
-    tokens_per_s: float
-    """Of the whole build, all runs together."""
 
 
 def build(config: BuildConfig, *, on_tick: OnTick, on_text: Callable[[str], None]) -> BuildReport:
@@ -114,21 +41,20 @@ def build(config: BuildConfig, *, on_tick: OnTick, on_text: Callable[[str], None
         return asyncio.run(_build(config, store, on_tick, on_text))
 
 
-def make_folder(out: Path) -> None:
-    """Raises ConfigError when `out` cannot be made or written."""
-    try:
-        work_folder(out).mkdir(parents=True, exist_ok=True)
-        probe_file = work_folder(out) / ".write-test"
-        probe_file.write_text("")
-        probe_file.unlink()
-    except OSError as error:
-        raise ConfigError(f"cannot write to {out}: {error.strerror}", next="another --out, or other permissions") from error
-
-
 async def _build(
     config: BuildConfig, store: SampleStore, on_tick: OnTick, on_text: Callable[[str], None]
 ) -> BuildReport:
     found = await _servers(config)
+    try:
+        return await _run(config, store, found, on_tick, on_text)
+    finally:
+        for one in found:
+            await one.client.close()
+
+
+async def _run(
+    config: BuildConfig, store: SampleStore, found: list[Probed], on_tick: OnTick, on_text: Callable[[str], None]
+) -> BuildReport:
     spec = spec_of(found[0].infos[0], config.model, config.last)
     if config.layers is not None and spec.layers != config.layers:
         raise ServerUnfit(
@@ -136,9 +62,9 @@ async def _build(
             next=f"eagle3-data serve --layers {','.join(map(str, config.layers))}",
         )
     base = Plan(store.tokens, spec, config.shard_bytes, split=config.split)
-    manifest = _open_manifest(config, store, spec, base, found)
+    manifest = open_manifest(config, store, spec, base, found)
     ledger = Ledger(config.out, manifest.plan.planned, manifest.plan.skipped)
-    plans = _retry_plans(config, store, manifest, base, ledger)
+    plans = all_plans(config, store, manifest, base, ledger)
     check_plan(
         base,
         config.out,
@@ -152,28 +78,30 @@ async def _build(
     )
     pool = make_pool(found, spec, config.flow, config.matching, work_folder(config.out) / "fetch")
     sink = ShardSink(config.out, plans, store, manifest, ledger)
-    before = ledger.saved
-    if before:
-        on_text(f"resuming: {before:,} samples in sealed shards are kept")
+    if ledger.saved:
+        on_text(f"resuming: {ledger.saved:,} samples in sealed shards are kept")
     journal, history = Journal(config.out), read_tail(journal_path(config.out))
+
+    def write_tick(tick: Tick) -> None:
+        journal.write(tick)
+        on_tick(tick)
+
     extractor = Extractor(
         sink,
         pool,
         config.flow,
         run=manifest.run,
-        incarnation=_next_incarnation(config.out),
+        incarnation=next_incarnation(config.out),
         max_failures=len(ledger.failures) + max(1, int(config.max_failure_share * len(base.rows))),
         baseline=history[-1] if history else None,
-        on_tick=lambda tick: (journal.write(tick), on_tick(tick)),  # type: ignore[func-returns-value]
+        on_tick=write_tick,
         interval_s=config.interval_s,
     )
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, extractor.stop)
     phase, note = "failed", ""
     try:
         journal.write(extractor.tick("start"))
-        await extractor.run()
+        with stop_on_signals(extractor.stop):
+            await extractor.run()
         complete = not extractor.stopped
         ledger.check(complete=complete)
         if complete:
@@ -184,8 +112,6 @@ async def _build(
         note = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
         last = extractor.tick("end", phase, note)
         sink.close()
         ledger.close()
@@ -193,6 +119,28 @@ async def _build(
         journal.close()
         on_tick(last)
         await pool.close()
+
+
+@contextlib.contextmanager
+def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run in order, the next one at once. Signals reach the main thread alone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+
+    def first() -> None:
+        stop()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+    for number in numbers:
+        loop.add_signal_handler(number, first)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 async def _servers(config: BuildConfig) -> list[Probed]:
@@ -203,92 +151,6 @@ async def _servers(config: BuildConfig) -> list[Probed]:
     client = ServerClient(config.servers[0], api_key=config.api_key)
     await client.check_health()
     return [Probed(client, (foreign_info(config.model, config.spool, config.layers),))]
-
-
-def _open_manifest(
-    config: BuildConfig, store: SampleStore, spec: CaptureSpec, plan: Plan, found: Sequence[Probed]
-) -> Manifest:
-    """The folder's manifest, checked against these settings, or a new one. Servers of this run are added."""
-    fingerprint = make_fingerprint(config, store, spec)
-    rows = tuple(server_row(info) for one in found for info in one.infos)
-    if (config.out / MANIFEST).exists():
-        manifest = Manifest.load(config.out)
-        manifest.check_same(fingerprint)
-    else:
-        manifest = Manifest(
-            dataset=config.dataset,
-            split=config.split,
-            run=secrets.token_hex(4),
-            capture=spec.to_dict(),
-            samples=store.spec.to_dict(),
-            fingerprint=fingerprint,
-            matching=config.matching,
-            plan=PlanRow(
-                samples=len(plan.rows),
-                tokens=plan.total_tokens,
-                nbytes=plan.nbytes,
-                shards=len(plan),
-                shard_bytes=config.shard_bytes,
-                skipped=dict(store.report.dropped),
-            ),
-        )
-    known = {row.instance for row in manifest.servers}
-    servers = (*manifest.servers, *(row for row in rows if row.instance not in known))
-    manifest = manifest.model_copy(update={"servers": servers, "state": "building"})
-    manifest.save(config.out)
-    return manifest
-
-
-def make_fingerprint(config: BuildConfig, store: SampleStore, spec: CaptureSpec) -> dict[str, str]:
-    """Everything that shapes the shards, by the name an error should use."""
-    fields: dict[str, Any] = {
-        "dataset": config.dataset,
-        "split": config.split,
-        "samples (ids and masks)": store.digest,
-        "shard_bytes": config.shard_bytes,
-        "matching": config.matching,
-        **{f"capture.{name}": value for name, value in spec.to_dict().items()},
-        **{f"samples.{name}": value for name, value in store.spec.to_dict().items()},
-    }
-    return {name: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for name, value in fields.items()}
-
-
-def _retry_plans(
-    config: BuildConfig, store: SampleStore, manifest: Manifest, base: Plan, ledger: Ledger
-) -> list[Plan]:
-    """Shards for samples that were given up and are tried again; a sealed shard is never touched.
-
-    A failed sample whose own shard is still open is simply tried again there.
-    """
-    path = work_folder(config.out) / "retries.json"
-    rounds: list[list[int]] = json.loads(path.read_text()) if path.exists() else []
-    plans = [base]
-
-    def add(rows: list[int]) -> None:
-        number = sum(len(plan) for plan in plans)
-        chosen = np.array(rows, np.int64)
-        plans.append(
-            Plan(store.tokens, base.spec, config.shard_bytes, split=config.split, rows=chosen, first_number=number)
-        )
-
-    for rows in rounds:
-        add(rows)
-    if config.retry_failed and ledger.failures:
-        sealed = {row.name for row in manifest.shards}
-        still_open = {row for plan in plans for shard in plan if shard.name not in sealed for row in shard.rows.tolist()}
-        failed = set(ledger.forgive())
-        rows = [row for row in range(len(store)) if row not in still_open and store.row(row).key in failed]
-        if rows:
-            add(rows)
-            durable.write_text(path, json.dumps([*rounds, rows]))
-    return plans
-
-
-def _next_incarnation(out: Path) -> int:
-    path = work_folder(out) / "incarnation"
-    number = int(path.read_text()) + 1 if path.exists() else 0
-    durable.write_text(path, str(number))
-    return number
 
 
 def _finish(config: BuildConfig, sink: ShardSink) -> None:

@@ -102,7 +102,9 @@ def foreign_info(model: str, spool: Path, layers: Sequence[int] | None) -> Captu
     Widths come from the model's config. Raises ConfigError when the folder or the config is not there.
     """
     if not spool.is_dir():
-        raise ConfigError(f"spool {spool} is not a folder", next="--spool: where the older patch writes its req_* folders")
+        raise ConfigError(
+            f"spool {spool} is not a folder", next="--spool: where the older patch writes its req_* folders"
+        )
     config = AutoConfig.from_pretrained(model)
     text = config.get_text_config()
     dtype = str(text.dtype or config.dtype or "bfloat16").removeprefix("torch.")
@@ -132,6 +134,7 @@ def foreign_info(model: str, spool: Path, layers: Sequence[int] | None) -> Captu
         dumps_written=0,
         dumps_failed=0,
     )
+
 
 def make_pool(
     found: Sequence[Probed],

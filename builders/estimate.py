@@ -84,7 +84,8 @@ def objections(chosen: Estimate, others: list[Estimate], room: Room) -> list[str
     if chosen.longest_bytes > MAX_MEMBER_BYTES:
         limit = MAX_MEMBER_BYTES // (chosen.spec.state_bytes_per_token + 5)
         found.append(
-            f"the longest sample takes {format_bytes(chosen.longest_bytes)}, a tar member holds 8 GiB: --max-tokens {limit}"
+            f"the longest sample takes {format_bytes(chosen.longest_bytes)}, a tar member holds 8 GiB: "
+            f"--max-tokens {limit}"
         )
     for name, limit_bytes, need in (
         ("disk", room.disk_bytes, "nbytes"),
@@ -95,9 +96,7 @@ def objections(chosen: Estimate, others: list[Estimate], room: Room) -> list[str
             continue
         fits = [other for other in others if getattr(other, need) <= limit_bytes]
         way = f"--last {fits[0].spec.last} would ({format_bytes(getattr(fits[0], need))})" if fits else _smaller(name)
-        found.append(
-            f"{name}: {format_bytes(getattr(chosen, need))} needed, {format_bytes(limit_bytes)} there; {way}"
-        )
+        found.append(f"{name}: {format_bytes(getattr(chosen, need))} needed, {format_bytes(limit_bytes)} there; {way}")
     return found
 
 

@@ -185,7 +185,7 @@ class Extractor:
         self._retry.append(job)
 
     async def _adopt(self, job: Job, sample: Sample) -> bool:
-        """Use the dump that an earlier process of this build asked for and did not live to take; proven like any other."""
+        """Use the dump that an earlier process of this build asked for and did not take; proven like any other."""
         instances = {row.instance for row in self.sink.manifest.servers}
         for rid in [rid for rid in self._leftovers if rid.split("-")[2] == sample.key]:
             path, parsed = self._leftovers[rid], RequestId.parse(rid)
@@ -239,7 +239,9 @@ class Extractor:
                     server.client.prefill(request.input_ids, str(request.rid)), self.flow.request_timeout_s
                 )
             except asyncio.TimeoutError:
-                raise RequestTimeout(f"{server.client.url}: no response in {self.flow.request_timeout_s:.0f} s") from None
+                raise RequestTimeout(
+                    f"{server.client.url}: no response in {self.flow.request_timeout_s:.0f} s"
+                ) from None
             if reply.prompt_tokens != request.tokens:
                 raise DumpMismatch(f"server took {reply.prompt_tokens} of {request.tokens} tokens of {request.rid}")
             with await server.matcher.take(request, self.flow.dump_timeout_s) as dump:

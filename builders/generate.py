@@ -8,7 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eagle3_data.builders.build import BuildConfig, build, make_folder
+from eagle3_data.builders.build import build
+from eagle3_data.builders.settings import BuildConfig
+from eagle3_data.builders.stored import make_folder
 from eagle3_data.builders.synth import SynthSpec, synthesise
 from eagle3_data.cli.progress import RunProgress, say
 from eagle3_data.errors import BuildFailed, ConfigError

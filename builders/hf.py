@@ -154,7 +154,8 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):
         for field in ("layers", "width", "norm", "convention"):
             if getattr(want, field) != getattr(found, field):
                 raise ConfigError(
-                    f"{where} is not {self.RECIPE.name}: {field} is {getattr(found, field)}, expected {getattr(want, field)}"
+                    f"{where} is not {self.RECIPE.name}: {field} is {getattr(found, field)}, "
+                    f"expected {getattr(want, field)}"
                 )
 
     def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
@@ -205,7 +206,7 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):
 
     def _as_streaming_dataset_single(self, splits_generator: Any, *args: Any, **kwargs: Any) -> Any:
         """Without declared features, so that bf16 tensors pass (Arrow has no bf16)."""
-        info = self.info
+        info: datasets.DatasetInfo = self.info
         self.info = copy.deepcopy(info)
         self.info.features = None
         try:

@@ -101,7 +101,7 @@ def check_plan(plan: Plan, out: Path, *, written: int, context_length: int, key_
         raise ConfigError(
             f"{len(over)} of {len(plan.rows)} samples are longer than the server's {context_length} tokens; "
             f"the longest is {key_of(worst)} with {longest}",
-            next=f"--max-tokens {context_length} leaves them out (--truncation drop) or shortens them (--truncation cut)",
+            next=f"--max-tokens {context_length} leaves them out, with --truncation cut it shortens them",
         )
     member = longest * (plan.spec.state_bytes_per_token + 5)
     if member > MAX_MEMBER_BYTES:

@@ -60,7 +60,11 @@ class ServerPool:
     """Least outstanding tokens first. A server that dies is probed and used again when it is back and still fits."""
 
     def __init__(
-        self, servers: Sequence[Server], flow: FlowConfig, bytes_per_token: int, fits: Callable[[CaptureInfo, str], None]
+        self,
+        servers: Sequence[Server],
+        flow: FlowConfig,
+        bytes_per_token: int,
+        fits: Callable[[CaptureInfo, str], None],
     ) -> None:
         self.servers, self.flow, self.bytes_per_token, self._fits = list(servers), flow, bytes_per_token, fits
         self._changed = asyncio.Condition()
@@ -145,5 +149,3 @@ class ServerPool:
         for task in list(self._probes):
             task.cancel()
         await asyncio.gather(*self._probes, return_exceptions=True)
-        for server in self.servers:
-            await server.client.close()

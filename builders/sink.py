@@ -31,7 +31,9 @@ DISK_POLL_S = 2.0
 class ShardSink:
     """`note` says what is waited for (a full disk); empty while all is well. `tokens`, `nbytes`: placed so far."""
 
-    def __init__(self, folder: Path, plans: Sequence[Plan], store: SampleStore, manifest: Manifest, ledger: Ledger) -> None:
+    def __init__(
+        self, folder: Path, plans: Sequence[Plan], store: SampleStore, manifest: Manifest, ledger: Ledger
+    ) -> None:
         self.folder, self.plans, self.store, self.ledger = folder, list(plans), store, ledger
         self.spec = manifest.spec
         self.manifest = manifest
@@ -74,9 +76,7 @@ class ShardSink:
         mask = sample.loss_mask.tobytes()
         while True:
             try:
-                tail = await asyncio.to_thread(
-                    shard.write, record, dump.fd, dump.states_at, request.input_ids, mask
-                )
+                tail = await asyncio.to_thread(shard.write, record, dump.fd, dump.states_at, request.input_ids, mask)
                 break
             except DiskFull as error:
                 self.note = f"waiting: {error.message}"

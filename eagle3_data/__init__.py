@@ -1,7 +1,7 @@
 """Make, keep and use EAGLE-3 training data.
 
-Importing this package teaches `datasets.load_dataset` our names (see `eagle3_data.registration`) and loads neither torch
-nor datasets: it also runs inside the SGLang process.
+Importing this package teaches `datasets.load_dataset` our names (see `eagle3_data.registration`) and loads neither
+torch nor datasets: it also runs inside the SGLang process.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from eagle3_data.errors import ConfigError
 from eagle3_data.protocol import AUX, DTYPE_BYTES, IDS, LAST, LAYER_CONVENTION, MASK, parse_strict
@@ -57,4 +57,4 @@ class CaptureSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CaptureSpec:
-        return cls(**cast(dict[str, Any], parse_strict(cls, data, "capture")))
+        return cls(**parse_strict(cls, data, "capture"))

@@ -1,7 +1,7 @@
 """The data set card: what is in the folder, how it was made, and how to read it with and without this package.
 
-The YAML head makes the folder load with plain `datasets`: explicit pattern and features (no inference read), exact split
-sizes, and a version that changes with the content, since the Arrow cache of local folders is keyed by the card alone.
+The YAML head makes the folder load with plain `datasets`: explicit pattern and features (no inference read), exact
+split sizes, and a version that changes with the content, since the Arrow cache of local folders is keyed by the card.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from eagle3_data.errors import ConfigError, Eagle3Error, ManifestMismatch
 MANIFEST = "manifest.json"
 FAILURES = "failures.jsonl"
 """One row per sample that is not in the shards, with its reason."""
-FORMAT = 1
 
 
 class _Model(BaseModel):
@@ -73,7 +72,7 @@ class PlanRow(_Model):
 
 
 class Manifest(_Model):
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     dataset: str
     split: str = "train"
     created_by: str = f"eagle3-data {__version__}"

@@ -45,8 +45,9 @@ DUMP_SUFFIX, ERROR_SUFFIX = ".safetensors", ".error.json"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int32": "I32", "uint8": "U8"}
 
+
 def instance_marker(spool: Path, instance: str) -> Path:
-    """Empty file that a server leaves in its spool; a client that sees it shares the folder and needs no HTTP copies."""
+    """Empty file that a server leaves in its spool; a client that sees it shares the folder."""
     return spool / f".server-{instance}"
 
 
@@ -199,7 +200,7 @@ class DumpError:
 
     rid: str
     reason: str
-    """'non_finite' is never used here (the flag is in the dump); 'pinned_full', 'disk', 'aborted', 'rows', 'internal'."""
+    """'pinned_full', 'disk', 'aborted', 'rows' or 'internal'; non-finite states are a flag in the dump."""
     detail: str
     instance: str
 

@@ -1,9 +1,9 @@
 """`load_dataset("eagle3_data/<name>")` for our names, in every process that imported eagle3_data.
 
-`datasets` has no plugins, so `datasets.load.dataset_module_factory` is wrapped: for our ids it returns the module of our
-builder, for all others it is the original. Nothing else of `datasets` is touched; `hf://datasets/<id>` still means the
-hub, an absolute path still means that folder. If `datasets` is not imported yet, a meta-path finder wraps it when it is
-(or is reloaded), so that `import eagle3_data` stays light.
+`datasets` has no plugins, so `datasets.load.dataset_module_factory` is wrapped: for our ids it returns the module of
+our builder, for all others it is the original. Nothing else of `datasets` is touched; `hf://datasets/<id>` still means
+the hub, an absolute path still means that folder. If `datasets` is not imported yet, a meta-path finder wraps it when
+it is (or is reloaded), so that `import eagle3_data` stays light.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ def summarise(ticks: list[Tick], now: float, *, alive: bool) -> Status:
     seconds = max(last.t - first.t, 1e-9)
     rate = (last.tokens - first.tokens) / seconds if last.t > first.t else 0.0
     whole = last.run_tokens / last.active_s if last.active_s > 0 else 0.0
-    moved = next((a.t for a, b in zip(reversed(run[1:]), reversed(run[:-1]), strict=True) if a.settled != b.settled), run[0].t)
+    moved = next(
+        (a.t for a, b in zip(reversed(run[1:]), reversed(run[:-1]), strict=True) if a.settled != b.settled), run[0].t
+    )
     age = max(0.0, now - (last.t if last.event == "end" else moved))
     left = last.tokens_of - last.tokens
     speed = rate or whole

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -143,12 +144,18 @@ def _check_sample(
     if int(tensors[MASK].sum()) != record.supervised or int(tensors[MASK].max()) > 1:
         raise ShardCorrupt(f"{where}: its loss mask does not have {record.supervised} ones")
     states = [tensors[name] for name in (AUX, LAST) if name in tensors]
-    digest = ":".join(xxhash.xxh3_128_hexdigest(state.view(torch.uint8).numpy()) for state in states)
+    digest = ":".join(xxhash.xxh3_128_hexdigest(_bytes(state)) for state in states)
     if digest != record.checksum:
         raise ShardCorrupt(f"{where}: its states do not give the server's checksum")
     if not all(bool(state.isfinite().all()) for state in states):
         raise ShardCorrupt(f"{where}: NaN or Inf in its states")
     _check_index(record, sample, index, shard)
+
+
+def _bytes(state: torch.Tensor) -> memoryview:
+    """The tensor's memory, not a copy."""
+    flat: Any = state.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 def _check_index(

@@ -1,4 +1,4 @@
-"""The command line: bad input gives one clear message and a non-zero exit, nothing is lost, every help has an example."""
+"""The command line: bad input gives one clear message and a non-zero exit; every help has an example."""
 
 from __future__ import annotations
 
@@ -117,7 +117,9 @@ def test_sample_longer_than_the_context(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_no_write_permission(builds: Builds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_write_permission(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     samples = write_samples(builds.folder / "s.jsonl", 5)
     (builds.folder / "locked").mkdir(mode=0o555)
     code, printed = cli(monkeypatch, capsys, *build_arguments(builds, samples, out="locked/out"))
@@ -125,7 +127,9 @@ def test_no_write_permission(builds: Builds, monkeypatch: pytest.MonkeyPatch, ca
     assert "cannot write to" in printed
 
 
-def test_output_below_a_file(builds: Builds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_below_a_file(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same refusal where even root is refused."""
     samples = write_samples(builds.folder / "s.jsonl", 5)
     code, printed = cli(monkeypatch, capsys, *build_arguments(builds, samples, out="s.jsonl/out"))

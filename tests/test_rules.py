@@ -58,7 +58,9 @@ def test_builders_and_train_never_import_each_other(folder: str) -> None:
 def test_patches_import_the_protocol_alone() -> None:
     for path in modules("patches"):
         ours = {name for name in imports(path) if name.startswith("eagle3_data")}
-        assert all(name == "eagle3_data" or name.startswith(("eagle3_data.protocol", "eagle3_data.patches")) for name in ours), (
+        assert all(
+            name == "eagle3_data" or name.startswith(("eagle3_data.protocol", "eagle3_data.patches")) for name in ours
+        ), (
             path,
             ours,
         )
@@ -75,7 +77,12 @@ def test_nothing_reads_or_writes_pickles() -> None:
         for path in modules(folder):
             assert not {"pickle", "dill", "cloudpickle", "joblib"} & imports(path), path
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.save", "numpy.load", "np.load"):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                    "torch.load",
+                    "torch.save",
+                    "numpy.load",
+                    "np.load",
+                ):
                     assert "weights_only=True" in ast.unparse(node), f"{path}:{node.lineno}"
 
 
@@ -90,7 +97,12 @@ def test_every_package_is_in_the_wheel() -> None:
 
 
 def test_no_module_grows_without_end() -> None:
-    long = {str(p.relative_to(ROOT)): n for f in PACKAGES for p in modules(f) if (n := len(p.read_text().splitlines())) > 400}
+    long = {
+        str(p.relative_to(ROOT)): n
+        for f in PACKAGES
+        for p in modules(f)
+        if (n := len(p.read_text().splitlines())) > 400
+    }
     assert long == {}
 
 

@@ -11,16 +11,27 @@ from typing import Annotated, Optional
 import typer
 from rich.table import Table
 
-from eagle3_data.builders.build import BuildConfig, BuildReport, build
+from eagle3_data.builders.build import build
 from eagle3_data.builders.pool import FlowConfig
 from eagle3_data.builders.samples.spec import SampleSpec
+from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.stored import recall, remember
 from eagle3_data.cli.progress import RunProgress, answer, say
 from eagle3_data.errors import ConfigError
 from eagle3_data.status import format_bytes
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
-UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 
 
 def parse_size(text: str) -> int:
@@ -59,9 +70,15 @@ def build_command(
     request_timeout: Annotated[float, typer.Option(help="Seconds until a prompt must be answered.")] = 600.0,
     retries: Annotated[int, typer.Option(help="Further attempts for what may pass.")] = 3,
     max_failure_share: Annotated[float, typer.Option(help="Stop when more than this share failed.")] = 0.01,
-    matching: Annotated[str, typer.Option(help="'identity', or 'token_count' for servers with an older patch.")] = "identity",
-    spool: Annotated[Path | None, typer.Option(help="Only with --matching token_count: where req_* folders appear.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)] = None,
+    matching: Annotated[
+        str, typer.Option(help="'identity', or 'token_count' for servers with an older patch.")
+    ] = "identity",
+    spool: Annotated[
+        Path | None, typer.Option(help="Only with --matching token_count: where req_* folders appear.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the tokenizer's own code (Kimi needs it).")] = False,
 ) -> None:
     """Capture conversations into sealed shards.
@@ -100,7 +117,9 @@ def retry_command(
         Optional[list[str]],  # noqa: UP045 - typer does not take `list[str] | None`
         typer.Option(help="Other servers than those of the build."),
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)
+    ] = None,
 ) -> None:
     """Try the failed samples of a build again; what is sealed stays as it is.
 

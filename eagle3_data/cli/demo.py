@@ -20,7 +20,7 @@ from eagle3_data.cli.progress import RunProgress, console, say
 from eagle3_data.errors import BuildFailed
 
 if TYPE_CHECKING:
-    from eagle3_data.builders.build import BuildReport
+    from eagle3_data.builders.settings import BuildReport
     from eagle3_data.server.process import ServerProcess
     from eagle3_data.train.evaluate import EvalReport
 
@@ -62,7 +62,9 @@ class Interrupted(Exception):
 
 
 def demo_command(
-    out: Annotated[Path, typer.Option(help="Folder for everything the demo makes; a second run goes on in it.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Folder for everything the demo makes; a second run goes on in it.")] = Path(
+        "demo"
+    ),
     minutes: Annotated[float, typer.Option(help="Training time.")] = 2.0,
     prompts: Annotated[int, typer.Option(help="Prompts to answer, at most 64.")] = 64,
 ) -> None:
@@ -110,9 +112,10 @@ def stage_model(folders: Folders) -> Path:
 
 def stage_capture(folders: Folders, model: Path, prompts: int) -> BuildReport:
     """Answers by the target and their states; the server is started only when one of them is missing."""
-    from eagle3_data.builders.build import BuildConfig, build
+    from eagle3_data.builders.build import build
     from eagle3_data.builders.datasets.smollm2_demo import RECIPE
     from eagle3_data.builders.pool import FlowConfig
+    from eagle3_data.builders.settings import BuildConfig
     from eagle3_data.builders.synth import SynthSpec, synthesise
 
     head(2, f"the patched SGLang server answers {prompts} prompts, then prefills them for their hidden states")
@@ -124,7 +127,12 @@ def stage_capture(folders: Folders, model: Path, prompts: int) -> BuildReport:
     with serving(folders, model) as server:
         with synth_bar(prompts) as progress:
             answers = synthesise(
-                questions, model, SynthSpec(max_new_tokens=ANSWER_TOKENS), [server.url], folders.answers, progress=progress
+                questions,
+                model,
+                SynthSpec(max_new_tokens=ANSWER_TOKENS),
+                [server.url],
+                folders.answers,
+                progress=progress,
             )
         if answers.interrupted:
             raise Interrupted
@@ -150,7 +158,7 @@ def stage_capture(folders: Folders, model: Path, prompts: int) -> BuildReport:
 
 def saved_report(folders: Folders, prompts: int) -> BuildReport | None:
     """The report of an earlier run, when the build it speaks of is still there and complete."""
-    from eagle3_data.builders.build import BuildReport
+    from eagle3_data.builders.settings import BuildReport
     from eagle3_data.manifest import MANIFEST, Manifest
 
     path = folders.out / "build.json"
@@ -206,7 +214,13 @@ def split_prompts(folders: Folders, split: str, count: int) -> Path:
 @contextlib.contextmanager
 def synth_bar(total: int) -> Iterator[Any]:
     """A progress bar over a `SynthReport`."""
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("answers"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("answers", total=total, speed="")
         yield lambda report: bar.update(task, completed=report.settled, speed=f"{report.tokens_per_s:,.0f} tok/s")
@@ -221,7 +235,9 @@ def stage_verify(folders: Folders) -> None:
     report = verify(folders.data)
     if not report.ok:
         raise BuildFailed(f"the build does not verify: {report.problems[0]}", next=f"eagle3-data verify {folders.data}")
-    say(f"OK: {report.samples} samples, {report.tokens:,} tokens, {report.shards} shards, {format_bytes(report.nbytes)}")
+    say(
+        f"OK: {report.samples} samples, {report.tokens:,} tokens, {report.shards} shards, {format_bytes(report.nbytes)}"
+    )
 
 
 def stage_load(folders: Folders) -> None:
@@ -264,7 +280,9 @@ def stage_train(folders: Folders, model: Path, minutes: float) -> dict[str, Any]
     report = Trainer(parse_config(values, source="preset smollm2_demo"), data).run()
     if report.stopped == "interrupted":
         raise Interrupted
-    exported = export_draft(folders.run, folders.draft, engine="sglang", dtype="float32", target=str(model), draft_tokens=3)
+    exported = export_draft(
+        folders.run, folders.draft, engine="sglang", dtype="float32", target=str(model), draft_tokens=3
+    )
     say(f"draft: {exported.folder}")
     result = {
         "data": data.fingerprint,
@@ -283,7 +301,7 @@ def stage_evaluate(folders: Folders, model: Path) -> dict[str, Any]:
     """Acceptance length in the real server on held-out prompts, and the same answers without the draft."""
     from eagle3_data.builders.sink import file_digest
     from eagle3_data.train.eval_prompts import read_prompts
-    from eagle3_data.train.evaluate import EvalConfig, EvalReport, evaluate_draft, measure_plain
+    from eagle3_data.train.evaluate import EvalConfig, evaluate_draft, measure_plain
 
     head(6, f"the real server decodes {HELDOUT} held-out prompts with the draft, and without")
     path, digest = folders.out / "evaluation.json", file_digest(folders.draft / "model.safetensors")

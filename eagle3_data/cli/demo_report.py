@@ -15,7 +15,7 @@ from eagle3_data.cli.progress import answer, console
 from eagle3_data.status import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from eagle3_data.builders.build import BuildReport
+    from eagle3_data.builders.settings import BuildReport
     from eagle3_data.cli.demo import Folders
 
 WIDTH, HEIGHT, MARGIN = 640, 220, 40

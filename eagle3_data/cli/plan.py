@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 
 
 def plan_command(
-    samples_file: Annotated[Path | None, typer.Argument(help="Prepared samples (.arrow, from eagle3-data samples).")] = None,
+    samples_file: Annotated[
+        Path | None, typer.Argument(help="Prepared samples (.arrow, from eagle3-data samples).")
+    ] = None,
     samples: Annotated[int | None, typer.Option(help="Instead: number of samples...")] = None,
     tokens: Annotated[int | None, typer.Option(help="... and of tokens, all together.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="Take the target of a named data set, e.g. kimi_k25_synth.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Take the target of a named data set, e.g. kimi_k25_synth.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Take it from a model's config.json (folder or hub id).")] = None,
     width: Annotated[int | None, typer.Option(help="Or say it: hidden width.")] = None,
     layers: Annotated[str, typer.Option(help="Aux layers (outputs).")] = "",
@@ -123,7 +127,7 @@ def _recipe_capture(dataset: str) -> CaptureSpec:
     return capture
 
 
-def _config(model: str) -> dict[str, object]:
+def _config(model: str) -> dict[str, Any]:
     """config.json of a folder or hub id, text part."""
     from huggingface_hub import hf_hub_download
 
@@ -133,7 +137,7 @@ def _config(model: str) -> dict[str, object]:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"no config.json of {model}: {error}", next="--width and --layers say the same") from error
-    text: dict[str, object] = config.get("text_config", config)
+    text: dict[str, Any] = config.get("text_config", config)
     return text
 
 

@@ -69,7 +69,8 @@ def render(folder: Path, status: Status) -> Table:
         "errors": failed,
         "retried": retried,
         "left out": skipped,
-        "written": f"{format_bytes(status.nbytes)} of {format_bytes(status.nbytes_of)}, {format_bytes(status.free_bytes)} free",
+        "written": f"{format_bytes(status.nbytes)} of {format_bytes(status.nbytes_of)}, "
+        f"{format_bytes(status.free_bytes)} free",
         "servers": f"{status.servers_up} of {status.servers} up, {status.inflight} requests in flight",
         "progress": f"last {format_duration(status.progress_age_s)} ago",
     }

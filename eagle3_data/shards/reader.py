@@ -29,7 +29,7 @@ TORCH_DTYPES = {
 MAX_HEADER_BYTES = 1 << 20
 
 
-def _read_header(data: bytes | memoryview, nbytes: int) -> tuple[dict[str, Any], int]:
+def _read_header(data: bytes | bytearray | memoryview, nbytes: int) -> tuple[dict[str, Any], int]:
     """The header's JSON object and its size in bytes."""
     if nbytes < 8 or len(data) < 8:
         raise ShardCorrupt("safetensors member is shorter than its length prefix")
@@ -53,7 +53,17 @@ def read_metadata(data: bytes | memoryview) -> dict[str, str]:
     return metadata
 
 
-def parse_header(data: bytes | memoryview, nbytes: int) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
+def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, str, str, list[int]]:
+    """(start, end, name, dtype, shape) of one tensor. Raises KeyError, ValueError, TypeError."""
+    low, high = (int(offset) for offset in entry["data_offsets"])
+    if entry["dtype"] not in TORCH_DTYPES:
+        raise ValueError(f"dtype {entry['dtype']!r} of {name}")
+    return low, high, name, str(entry["dtype"]), [int(n) for n in entry["shape"]]
+
+
+def parse_header(
+    data: bytes | bytearray | memoryview, nbytes: int
+) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
     """{name: (dtype, shape, start, end)} of the safetensors member `data[:nbytes]`; offsets from the member's start.
 
     Raises ShardCorrupt unless the tensors have known dtypes, the sizes of their shapes, and fill the member without
@@ -61,15 +71,12 @@ def parse_header(data: bytes | memoryview, nbytes: int) -> dict[str, tuple[torch
     """
     header, size = _read_header(data, nbytes)
     try:
-        entries = [
-            (name, TORCH_DTYPES[entry["dtype"]], [int(n) for n in entry["shape"]], *map(int, entry["data_offsets"]))
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
+        entries = sorted(_entry(name, entry) for name, entry in header.items() if name != "__metadata__")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShardCorrupt(f"safetensors header is malformed: {error!r}") from error
     base, end, tensors = 8 + size, 0, {}
-    for name, dtype, shape, low, high in sorted(entries, key=lambda entry: entry[3:]):
+    for low, high, name, kind, shape in entries:
+        dtype = TORCH_DTYPES[kind]
         count = dtype.itemsize
         for n in shape:
             count *= n

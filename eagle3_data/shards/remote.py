@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import fsspec
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,7 +32,7 @@ class SampleTable(abc.ABC):
         self.offsets: npt.NDArray[np.int64] = index.column("offset").to_numpy()
         self.nbytes: npt.NDArray[np.int64] = index.column("nbytes").to_numpy()
         shards = index.column("shard").combine_chunks().dictionary_encode()
-        self._codes = shards.indices.to_numpy()
+        self._codes: list[int] = shards.indices.to_pylist()
         self._names: list[str] = shards.dictionary.to_pylist()
 
     @abc.abstractmethod
@@ -69,7 +70,7 @@ class SampleTable(abc.ABC):
     @functools.cached_property
     def _rows(self) -> dict[str, range]:
         edges = np.flatnonzero(np.diff(self._codes, prepend=-1, append=-1)).tolist()
-        return {self.shard_of(low): range(low, high) for low, high in zip(edges[:-1], edges[1:], strict=True)}
+        return {self.shard_of(low): range(low, high) for low, high in itertools.pairwise(edges)}
 
     def rows_of(self, shard: str) -> range:
         """The samples of one shard; they stand together."""

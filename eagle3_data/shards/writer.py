@@ -97,9 +97,7 @@ class OpenShard:
     def block_bytes(self, key: str) -> int:
         return self._layout(self.places[key]).total
 
-    def write(
-        self, record: SampleRecord, source: int, states_at: int, ids: Sequence[int], mask: bytes
-    ) -> str:
+    def write(self, record: SampleRecord, source: int, states_at: int, ids: Sequence[int], mask: bytes) -> str:
         """Put one sample in its place; `source` is the dump's descriptor, `states_at` where its states start.
 
         Returns the digest of the ids and the mask, for `settle`. Raises DumpCorrupt when the bytes that arrived do not

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from eagle3_data.builders.build import BuildConfig, BuildReport, build
+from eagle3_data.builders.build import build
 from eagle3_data.builders.pool import FlowConfig
+from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.journal import Tick
 from tests.models import VOCAB, tiny_model
 from tests.replay import SPEC, Faults, ReplayServer
@@ -48,7 +49,11 @@ class Builds:
         )
         defaults: dict[str, Any] = {"shard_bytes": 64 << 10, "interval_s": 0.2, "flow": flow}
         return BuildConfig(
-            out=self.folder / out, inputs=(str(samples),), model=str(self.model), servers=urls, **{**defaults, **changes}
+            out=self.folder / out,
+            inputs=(str(samples),),
+            model=str(self.model),
+            servers=urls,
+            **{**defaults, **changes},
         )
 
     def server(self, faults: Faults | None = None, spool: str = "spool", **info: Any) -> ReplayServer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_c41_one_nan_in_a_hundred_is_counted_forty_stop_the_run(builds: Builds) 
     assert row["reason"] == "non_finite"
     assert verify(builds.folder / "one").ok
 
-    faults = Faults(dump={n: "nan" for n in range(20, 60)})
+    faults = Faults(dump=dict.fromkeys(range(20, 60), "nan"))
     with builds.server(faults, spool="spool2") as server:
         with pytest.raises(BuildFailed, match="2 samples failed, more than the 1 allowed"):
             builds.run("forty", samples, server.url, retries=0)
@@ -138,7 +139,7 @@ def test_retry_puts_failed_samples_in_shards_of_their_own(builds: Builds) -> Non
 
 def test_c46_resume_sends_exactly_what_is_missing(builds: Builds) -> None:
     samples = write_samples(builds.folder / "s.jsonl", 300)
-    with builds.server(Faults(reply={n: "400" for n in range(180, 300)})) as server, pytest.raises(BuildFailed):
+    with builds.server(Faults(reply=dict.fromkeys(range(180, 300), "400"))) as server, pytest.raises(BuildFailed):
         builds.run("out", samples, server.url, max_inflight=1)
     saved = read_status(builds.folder / "out").done
     assert saved == 180
@@ -214,7 +215,7 @@ def test_two_servers_share_the_work_and_one_may_die(builds: Builds) -> None:
     samples = write_samples(builds.folder / "s.jsonl", 150)
     with builds.server(spool="s1") as one:
         one.delay_s = 0.005
-        with builds.server(Faults(reply={n: "reset" for n in range(20, 5000)}), spool="s2") as two:
+        with builds.server(Faults(reply=dict.fromkeys(range(20, 5000), "reset")), spool="s2") as two:
             two.delay_s = 0.005
             report = builds.run("out", samples, one.url, two.url, max_inflight=4)
         assert report.complete
@@ -226,12 +227,12 @@ def test_two_servers_share_the_work_and_one_may_die(builds: Builds) -> None:
 
 def test_no_server_alive_ends_the_run_and_the_next_goes_on(builds: Builds) -> None:
     samples = write_samples(builds.folder / "s.jsonl", 60)
-    with builds.server(Faults(reply={n: "reset" for n in range(30, 9000)})) as server:
+    with builds.server(Faults(reply=dict.fromkeys(range(30, 9000), "reset"))) as server:
         server.info = lambda: {"protocol": 99}  # type: ignore[method-assign]  # it never comes back fit
 
         with pytest.raises(ServerUnfit):
             builds.run("out", samples, server.url)
-    with builds.server(Faults(reply={n: "reset" for n in range(30, 9000)}), spool="s2") as server:
+    with builds.server(Faults(reply=dict.fromkeys(range(30, 9000), "reset")), spool="s2") as server:
         original = server.info
 
         def once() -> dict[str, object]:
@@ -262,7 +263,7 @@ def test_another_builder_in_the_folder_is_refused(builds: Builds) -> None:
 def test_leftover_dumps_of_this_build_are_used_others_never(builds: Builds) -> None:
     """A killed builder's dumps are proven like any other; strangers' and damaged ones are not."""
     samples = write_samples(builds.folder / "s.jsonl", 30)
-    with builds.server(Faults(reply={n: "400" for n in range(10, 40)})) as server:
+    with builds.server(Faults(reply=dict.fromkeys(range(10, 40), "400"))) as server:
         with pytest.raises(BuildFailed):
             builds.run("out", samples, server.url, max_inflight=1)
         manifest = Manifest.load(builds.folder / "out")
@@ -296,7 +297,7 @@ def test_journal_tells_the_truth(builds: Builds) -> None:
     assert ticks[0].event == "start"
     assert (ticks[-1].event, ticks[-1].phase) == ("end", "finished")
     assert {tick.of for tick in ticks} == {80}
-    for earlier, later in zip(ticks, ticks[1:], strict=False):
+    for earlier, later in itertools.pairwise(ticks):
         assert later.done >= earlier.done
         assert later.nbytes >= earlier.nbytes
         assert later.tokens >= earlier.tokens

@@ -34,7 +34,11 @@ def test_c50_a_dry_run_names_what_does_not_fit() -> None:
     one = estimate(np.full(1000, 65_536, np.int32), spec, shard_bytes=1 << 30)
     assert f"{one.longest_bytes / 1e9:.2f}" == "1.51"
     assert f"{one.nbytes / 1e12:.2f}" == "1.51"
-    aux = estimate(np.full(1000, 65_536, np.int32), CaptureSpec(model="m", layers=(1, 2, 3), width=2880, last="none"), shard_bytes=1 << 30)
+    aux = estimate(
+        np.full(1000, 65_536, np.int32),
+        CaptureSpec(model="m", layers=(1, 2, 3), width=2880, last="none"),
+        shard_bytes=1 << 30,
+    )
     (disk, mirror) = objections(one, [aux], Room(disk_bytes=1_200_000_000_000, mirror_bytes=1_000_000_000_000))
     assert "disk: 1.37 TiB needed" in disk
     assert "--last none would" in disk
@@ -77,7 +81,9 @@ def test_what_cannot_work_is_refused_before_any_request(tmp_path_factory: pytest
     with pytest.raises(ConfigError, match=r"1 of 2 samples are longer than the server's 4096 tokens.*row1 with 5000"):
         check_plan(plan, out, written=0, context_length=4096, key_of=lambda row: f"row{row}")
     with pytest.raises(ConfigError, match="a tar member holds 8 GiB"):
-        check_plan(Plan(np.array([150_000], np.int32), KIMI, 1 << 30), out, written=0, context_length=1 << 20, key_of=str)
+        check_plan(
+            Plan(np.array([150_000], np.int32), KIMI, 1 << 30), out, written=0, context_length=1 << 20, key_of=str
+        )
     big = Plan(np.full(100_000, 30_000, np.int32), KIMI, 1 << 30)
     with pytest.raises(BuildFailed, match="free"):
         check_plan(big, out, written=0, context_length=1 << 20, key_of=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -24,13 +23,13 @@ LENGTHS = (5, 64, 3, 100, 17, 8)
 
 
 @pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list[FakeDump]]]:
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[FakeDump]]:
     """A finished build, and an empty home and Arrow cache."""
     monkeypatch.setattr("eagle3_data.loading.HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
     monkeypatch.chdir(tmp_path)
     dumps = make_build(tmp_path / "b", LENGTHS)
-    yield tmp_path / "b", dumps
+    return tmp_path / "b", dumps
 
 
 def same(sample: dict[str, torch.Tensor], dump: FakeDump) -> bool:

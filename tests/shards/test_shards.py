@@ -87,7 +87,8 @@ def test_any_order_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_failed_samples_leave_no_gap(tmp_path: Path) -> None:
     data = write_shard(tmp_path / "a", [4, 2, 0, 1, 3], failed=(1, 4))
-    names = tarfile.open(fileobj=io.BytesIO(data)).getnames()
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        names = tar.getnames()
     assert [name for name in names if name.endswith(".json")] == ["00000000.json", "00000002.json", "00000003.json"]
     assert write_shard(tmp_path / "b", [3, 0, 2, 4, 1], failed=(1, 4)) == data
 
@@ -119,9 +120,7 @@ def test_pickles(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(damage=st.integers(0, 2**30), kept=st.integers(0, 5))
-def test_reopened_shard_keeps_only_what_holds(
-    tmp_path_factory: pytest.TempPathFactory, damage: int, kept: int
-) -> None:
+def test_reopened_shard_keeps_only_what_holds(tmp_path_factory: pytest.TempPathFactory, damage: int, kept: int) -> None:
     """A crash after `kept` samples, one byte of the file flipped: no wrong sample is kept, no right one lost."""
     folder = tmp_path_factory.mktemp("crash")
     dumps = [FakeDump(SPEC, n, seed) for seed, n in enumerate(LENGTHS)]

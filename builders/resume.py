@@ -1,0 +1,109 @@
+"""What a folder remembers of its build, and what a resume may and may not change."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle3_data import durable
+from eagle3_data.builders.connect import Probed, server_row
+from eagle3_data.builders.ledger import Ledger
+from eagle3_data.builders.plan import Plan
+from eagle3_data.builders.samples.store import SampleStore
+from eagle3_data.builders.settings import BuildConfig
+from eagle3_data.capture import CaptureSpec
+from eagle3_data.manifest import MANIFEST, Manifest, PlanRow
+from eagle3_data.runlock import work_folder
+
+
+def open_manifest(
+    config: BuildConfig, store: SampleStore, spec: CaptureSpec, plan: Plan, found: Sequence[Probed]
+) -> Manifest:
+    """The folder's manifest, checked against these settings, or a new one. Servers of this run are added."""
+    fingerprint = make_fingerprint(config, store, spec)
+    rows = tuple(server_row(info) for one in found for info in one.infos)
+    if (config.out / MANIFEST).exists():
+        manifest = Manifest.load(config.out)
+        manifest.check_same(fingerprint)
+    else:
+        manifest = Manifest(
+            dataset=config.dataset,
+            split=config.split,
+            run=secrets.token_hex(4),
+            capture=spec.to_dict(),
+            samples=store.spec.to_dict(),
+            fingerprint=fingerprint,
+            matching=config.matching,
+            plan=PlanRow(
+                samples=len(plan.rows),
+                tokens=plan.total_tokens,
+                nbytes=plan.nbytes,
+                shards=len(plan),
+                shard_bytes=config.shard_bytes,
+                skipped=dict(store.report.dropped),
+            ),
+        )
+    known = {row.instance for row in manifest.servers}
+    servers = (*manifest.servers, *(row for row in rows if row.instance not in known))
+    manifest = manifest.model_copy(update={"servers": servers, "state": "building"})
+    manifest.save(config.out)
+    return manifest
+
+
+def make_fingerprint(config: BuildConfig, store: SampleStore, spec: CaptureSpec) -> dict[str, str]:
+    """Everything that shapes the shards, by the name an error should use."""
+    fields: dict[str, Any] = {
+        "dataset": config.dataset,
+        "split": config.split,
+        "samples (ids and masks)": store.digest,
+        "shard_bytes": config.shard_bytes,
+        "matching": config.matching,
+        **{f"capture.{name}": value for name, value in spec.to_dict().items()},
+        **{f"samples.{name}": value for name, value in store.spec.to_dict().items()},
+    }
+    return {
+        name: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for name, value in fields.items()
+    }
+
+
+def all_plans(config: BuildConfig, store: SampleStore, manifest: Manifest, base: Plan, ledger: Ledger) -> list[Plan]:
+    """Shards for samples that were given up and are tried again; a sealed shard is never touched.
+
+    A failed sample whose own shard is still open is simply tried again there.
+    """
+    path = work_folder(config.out) / "retries.json"
+    rounds: list[list[int]] = json.loads(path.read_text()) if path.exists() else []
+    plans = [base]
+
+    def add(rows: list[int]) -> None:
+        number = sum(len(plan) for plan in plans)
+        chosen = np.array(rows, np.int64)
+        plans.append(
+            Plan(store.tokens, base.spec, config.shard_bytes, split=config.split, rows=chosen, first_number=number)
+        )
+
+    for rows in rounds:
+        add(rows)
+    if config.retry_failed and ledger.failures:
+        sealed = {row.name for row in manifest.shards}
+        still_open = {
+            row for plan in plans for shard in plan if shard.name not in sealed for row in shard.rows.tolist()
+        }
+        failed = set(ledger.forgive())
+        rows = [row for row in range(len(store)) if row not in still_open and store.row(row).key in failed]
+        if rows:
+            add(rows)
+            durable.write_text(path, json.dumps([*rounds, rows]))
+    return plans
+
+
+def next_incarnation(out: Path) -> int:
+    path = work_folder(out) / "incarnation"
+    number = int(path.read_text()) + 1 if path.exists() else 0
+    durable.write_text(path, str(number))
+    return number

@@ -1,0 +1,78 @@
+"""What a build is told, and what it says at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from eagle3_data.builders.matching import STRENGTHS, Strength
+from eagle3_data.builders.pool import FlowConfig
+from eagle3_data.builders.samples.spec import SampleSpec
+from eagle3_data.capture import LAST_STATES, LastState
+from eagle3_data.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildConfig:
+    """One build. The folder `out` remembers it: a resume with other data-shaping settings is refused."""
+
+    out: Path
+    inputs: tuple[str, ...]
+    """Conversation files (see docs/samples.md)."""
+    model: str
+    """Tokenizer and target: a folder or hub id, as the server names it."""
+    servers: tuple[str, ...]
+    dataset: str = "custom"
+    split: str = "train"
+    samples: SampleSpec = field(default_factory=SampleSpec)
+    layers: tuple[int, ...] | None = None
+    """Expected aux layers (outputs); None: whatever the servers capture."""
+    last: LastState = "hidden"
+    shard_bytes: int = 1 << 30
+    flow: FlowConfig = field(default_factory=FlowConfig)
+    max_failure_share: float = 0.01
+    """The run stops once more samples than this share of all were given up (one is always allowed)."""
+    matching: Strength = "identity"
+    spool: Path | None = None
+    """Only for matching by token count: where the older patch writes."""
+    api_key: str | None = None
+    trust_remote_code: bool = False
+    retry_failed: bool = False
+    """Try the given-up samples of earlier runs again, in shards of their own."""
+    interval_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_failure_share <= 1:
+            raise ConfigError(f"--max-failure-share must be between 0 and 1, got {self.max_failure_share}")
+        for name, value, known in (("--last", self.last, LAST_STATES), ("--matching", self.matching, STRENGTHS)):
+            if value not in known:
+                raise ConfigError(f"{name} {value!r} is not one of {', '.join(known)}")
+        if self.matching == "token_count" and self.spool is None:
+            raise ConfigError(
+                "matching by token count needs --spool", next="or use a server with the eagle3-data plugin"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BuildReport:
+    """How a run ended. saved + failed + skipped == planned when `complete`."""
+
+    out: Path
+    complete: bool
+    planned: int
+    saved: int
+    failed: dict[str, int]
+    skipped: dict[str, int]
+    retried: dict[str, int]
+    sent: int
+    """Requests sent by this run."""
+    resumed: int
+    """Samples that were there when this run began."""
+    adopted: int
+    """Dumps of an earlier process that were used."""
+    swept: int
+    """Dumps nobody waited for any more, thrown away."""
+    tokens: int
+    nbytes: int
+    tokens_per_s: float
+    """Of the whole build, all runs together."""

@@ -14,15 +14,15 @@ import pytest
 
 from eagle3_data.errors import ConfigError, ServerError
 from eagle3_data.protocol import SPOOL_ENV, SpoolConfig
-from eagle3_data.server.doctor import diagnose
-from eagle3_data.server.process import (
+from eagle3_data.server.command import (
     ServerConfig,
-    ServerProcess,
     inspect_sglang,
     prepare_spool,
     server_command,
     server_environment,
 )
+from eagle3_data.server.doctor import diagnose
+from eagle3_data.server.process import ServerProcess
 from tests.servers import capture_config, run
 
 GPU = ServerConfig(model="org/model", spool=Path("/spool"), device="cuda", tp=8, extra_args=("--trust-remote-code",))
@@ -47,7 +47,7 @@ def test_commands() -> None:
     assert "radix" not in plain
     assert "speculative" not in plain
     draft = text(dataclasses.replace(GPU, spool=None, draft="/draft", device="cpu"))
-    assert "--attention-backend intel_amx" in draft
+    assert "--prefill-attention-backend intel_amx --decode-attention-backend intel_amx" in draft
     assert "--speculative-draft-model-path /draft --speculative-num-steps 3" in draft
     assert "--speculative-num-draft-tokens 4" in draft
     with pytest.raises(ConfigError, match="cannot capture"):

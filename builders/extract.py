@@ -110,6 +110,9 @@ class Extractor:
                 if self._tasks:
                     await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
             await self._finish()
+            if not self._done_sending():
+                self._leftovers.clear()
+                await self._sweep()
         finally:
             ticker.cancel()
             for task in self._tasks:
@@ -281,12 +284,15 @@ class Extractor:
                 next="see failures.jsonl, mend the cause, then repeat the command (or eagle3-data retry DIR)",
             )
 
+    async def _sweep(self) -> None:
+        for server in self.pool.servers:
+            self.swept += await asyncio.to_thread(server.spool.sweep, self.run_id, self._awaits)
+
     def _awaits(self, rid: str) -> bool:
         return rid in self._inflight or rid in self._leftovers
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(self.interval_s)
-            for server in self.pool.servers:
-                self.swept += await asyncio.to_thread(server.spool.sweep, self.run_id, self._awaits)
+            await self._sweep()
             self.on_tick(self.tick())

@@ -101,7 +101,7 @@ def test_c01_equal_lengths_and_a_foreign_client_no_swaps(llama_server: RunningSe
 
 
 def test_a_stale_dump_of_an_earlier_run_is_never_adopted(llama_server: RunningServer, tmp_path: Path) -> None:
-    """The first fault of the first system. The stale dumps are real ones, of the same lengths and even the same keys."""
+    """The first fault of the first system. The stale dumps are real, of the same lengths and even the same keys."""
     prompts, others = [prompt(40, s) for s in range(6)], [prompt(40, 50 + s) for s in range(6)]
     stale = [f"e3d-earlier-{i:08d}-0" for i in range(6)]
 

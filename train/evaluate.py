@@ -11,22 +11,22 @@ The server counts, per request, completion tokens and verifications (`spec_verif
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from eagle3_data.errors import ServerUnfit
 from eagle3_data.server.client import Sampling, ServerClient
-from eagle3_data.server.process import Device, ServerConfig, ServerProcess, resolve_device
+from eagle3_data.server.command import Device, ServerConfig
+from eagle3_data.server.process import ServerProcess
 from eagle3_data.train.eval_prompts import EvalPrompt
 
 LOW_DIVERSITY = 0.5
 """An answer whose share of different 4-grams is below this repeats itself, which any draft predicts well."""
 NGRAM = 4
-CPU_DRAFT_ARGS = ("--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx")
-"""SGLang replaces `--attention-backend intel_amx` on processors without AMX, but not the two halves of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +43,8 @@ class EvalConfig:
     dtype: str = "auto"
     server_args: tuple[str, ...] = ()
     """More SGLang arguments, for both servers."""
-    python: str | None = None
-    """Interpreter that has SGLang. None: this one."""
+    python: str = sys.executable
+    """Interpreter that has SGLang."""
     api_key: str | None = None
 
 
@@ -216,9 +216,7 @@ def measure_plain(
 
 
 def server_config(config: EvalConfig, draft: Path | None) -> ServerConfig:
-    cpu: Literal["cpu", "cuda"] = resolve_device(config.device)
-    cpu_args = CPU_DRAFT_ARGS if cpu == "cpu" and draft is not None else ()
-    base = ServerConfig(
+    return ServerConfig(
         model=config.target,
         device=config.device,
         tp=config.tp,
@@ -226,13 +224,9 @@ def server_config(config: EvalConfig, draft: Path | None) -> ServerConfig:
         api_key=config.api_key,
         draft=str(draft) if draft is not None else None,
         speculative_steps=config.draft_tokens,
-        extra_args=("--disable-radix-cache", *cpu_args, *config.server_args),
+        extra_args=("--disable-radix-cache", *config.server_args),
+        python=config.python,
     )
-    if config.python is None:
-        return base
-    from dataclasses import replace
-
-    return replace(base, python=config.python)
 
 
 def make_report(with_draft: Measured, plain: Measured | None, config: EvalConfig, *, draft: str) -> EvalReport:

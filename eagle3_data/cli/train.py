@@ -157,7 +157,7 @@ def evaluate_command(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="SGLang's --dtype.")] = "auto",
     tp: Annotated[int, typer.Option(help="GPUs for tensor parallelism.")] = 1,
-    python: Annotated[OptionalText, typer.Option(help="Interpreter that has SGLang.")] = None,
+    python: Annotated[str, typer.Option(help="Interpreter that has SGLang.")] = sys.executable,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the tokenizer's own code.")] = False,
     log: Annotated[OptionalPath, typer.Option(help="Where SGLang's output goes.")] = None,
     out: Annotated[OptionalPath, typer.Option(help="Write the report as JSON.")] = None,
@@ -166,7 +166,7 @@ def evaluate_command(
 
     Example: eagle3-data evaluate --draft run/export --target Qwen/Qwen3-8B --prompts prompts.jsonl --baseline
     """
-    from eagle3_data.server.process import Device
+    from eagle3_data.server.command import Device
     from eagle3_data.train.evaluate import EvalConfig, evaluate_draft, evaluate_url, measure_plain
 
     if device not in get_args(Device):

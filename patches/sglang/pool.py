@@ -52,7 +52,7 @@ class WriterPool:
         """Dumps with work and no file yet."""
         self._live: dict[int, Dump] = {}
         self._closing = False
-        self._looked, self._spool_bytes = 0.0, 0
+        self._looked, self._spool_bytes = -LOOK_S, 0
         self._swept = time.monotonic()
         self._threads = [
             threading.Thread(target=self._work, name=f"eagle3-writer-{i}", daemon=True) for i in range(config.writers)
@@ -123,6 +123,9 @@ class WriterPool:
         dump.held_bytes = 0
         self._live.pop(id(dump), None)
 
+    def _look_is_old(self) -> bool:
+        return time.monotonic() - self._looked > LOOK_S
+
     def _room(self) -> bool:
         begun = sum(dump.tokens for dump in self._live.values() if dump.file is not None) * self._form.row_bytes
         return self._spool_bytes + begun < self._config.high_water_bytes
@@ -146,6 +149,8 @@ class WriterPool:
             with self._changed:
                 if self._begun:
                     return self._begun.popleft()
+                if self._new and self._look_is_old():
+                    continue  # never begin a file on what the spool looked like some time ago
                 if self._new and self._room():
                     return self._new.popleft()
                 if self._closing:
@@ -154,10 +159,11 @@ class WriterPool:
 
     def _look(self) -> None:
         """Refresh what is known of the spool, when that is due."""
+        if self._new and self._look_is_old():
+            found = finished_bytes(self._spool)
+            with self._changed:
+                self._looked, self._spool_bytes = time.monotonic(), found
         now = time.monotonic()
-        if self._new and now - self._looked > LOOK_S:
-            self._looked = now
-            self._spool_bytes = finished_bytes(self._spool)
         if now - self._swept > SWEEP_S:
             self._swept = now
             self._sweep(now)
@@ -237,9 +243,9 @@ class WriterPool:
 
 
 def finished_bytes(spool: Path) -> int:
-    """Bytes of the dumps that lie in the spool under their final name."""
+    """Bytes of the dumps that lie in the spool under their final name; 0 when it is gone, which writing will show."""
     total = 0
-    with os.scandir(spool) as entries:
+    with contextlib.suppress(OSError), os.scandir(spool) as entries:
         for entry in entries:
             if entry.name.endswith(DUMP_SUFFIX) and not entry.name.startswith("."):
                 with contextlib.suppress(OSError):  # the client has just taken it

@@ -167,6 +167,17 @@ def test_a_spool_that_takes_nothing_does_not_stop_the_writers(
     settled((tmp_path / "e3d-r-b-0.safetensors").exists)
 
 
+def test_a_spool_that_is_gone_and_comes_back(make_pool: MakePool, tmp_path: Path) -> None:
+    pool, away = make_pool(), tmp_path.with_name("away")
+    tmp_path.rename(away)
+    for name in "abcde":  # more than there are writers
+        pool.add(dump(name, 2), 0, Rows(2))
+    settled(lambda: pool.counters.failed == 5)
+    away.rename(tmp_path)
+    pool.add(dump("f", 2), 0, Rows(2))
+    settled((tmp_path / "e3d-r-f-0.safetensors").exists)
+
+
 def test_a_failed_prompt_drops_what_it_has_and_what_still_comes(make_pool: MakePool, tmp_path: Path) -> None:
     pool, one, early, late = make_pool(), dump("a", 6), Rows(2), Rows(2)
     pool.add(one, 0, early)

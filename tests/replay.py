@@ -237,9 +237,7 @@ class ReplayServer:
         return f"http://127.0.0.1:{self.port}"
 
 
-def write_dump(
-    spool: Path, rid: str, ids: list[int], spec: CaptureSpec, instance: str = "x", fault: str = ""
-) -> Path:
+def write_dump(spool: Path, rid: str, ids: list[int], spec: CaptureSpec, instance: str = "x", fault: str = "") -> Path:
     """A dump in the server's format, or one with a fault."""
     stated = [*ids[:-1], (ids[-1] + 1) % spec.vocab_size] if fault == "other_ids" else ids
     rows = ids[:-1] if fault == "fewer_rows" else stated

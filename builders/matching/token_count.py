@@ -1,4 +1,4 @@
-"""Dumps without identity: folders `req_*`, each with one safetensors file of aux and last states, written by an older patch.
+"""Dumps without identity, as an older patch writes them: folders `req_*`, each with one safetensors file of states.
 
 The count of rows is the whole proof, so it must be unambiguous: what lies in the spool at the start is never a
 candidate; two requests of one length are never in flight on one server; after a timeout that length stays closed until
@@ -128,8 +128,14 @@ def open_plain(path: Path, request: Request, spec: CaptureSpec) -> Dump:
         for name, width in ((AUX, len(spec.layers) * spec.width), (LAST, spec.width)):
             dtype, shape, low, high = tensors[name]
             if dtype != getattr(torch, spec.dtype) or shape != [request.tokens, width]:
-                raise DumpMismatch(f"{path}: {name} is {dtype} {shape}, expected {spec.dtype} [{request.tokens}, {width}]")
-            if not torch.frombuffer(data, dtype=dtype, count=(high - low) // dtype.itemsize, offset=low).isfinite().all():
+                raise DumpMismatch(
+                    f"{path}: {name} is {dtype} {shape}, expected {spec.dtype} [{request.tokens}, {width}]"
+                )
+            if (
+                not torch.frombuffer(data, dtype=dtype, count=(high - low) // dtype.itemsize, offset=low)
+                .isfinite()
+                .all()
+            ):
                 raise NonFinite(f"{path}: NaN or Inf in {name}")
             digests.append(xxhash.xxh3_128_hexdigest(memoryview(data)[low:high]))
         if tensors[LAST][2] != tensors[AUX][3]:

@@ -137,8 +137,12 @@ def export_draft(
     dtype: DtypeName = "bfloat16",
     target: str | None = None,
     draft_tokens: int = 3,
+    version: str | None = None,
 ) -> Export:
-    """Write the draft of a checkpoint or run folder as `out`. Raises TrainingError when the linter finds an error."""
+    """Write the draft of a checkpoint or run folder as `out`. Raises TrainingError when the linter finds an error.
+
+    `target`: its name where it is served; `version`: of the engine there, for the linter.
+    """
     saved = read_draft(source)
     spec = saved.spec
     model = target or spec.target_model
@@ -149,7 +153,8 @@ def export_draft(
         tensors["embed_tokens.weight"] = _embedding(saved, model).to(DTYPES[dtype]).contiguous()
     else:
         config = sglang_config(spec, dtype)
-    findings = lint(config, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, spec, engine)
+    shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    findings = lint(config, shapes, spec, engine, version=version)
     findings += lint_vocab_map(tensors, spec)
     errors = errors_of(findings)
     if errors:

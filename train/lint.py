@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,7 @@ ARCHITECTURES: dict[Engine, tuple[str, ...]] = {
     "sglang": ("LlamaForCausalLMEagle3",),
     "vllm": ("Eagle3Speculator",),
 }
+NORM_BEFORE_FC = (0, 5, 23)
 LONG_EXTRAPOLATION = 4
 """Warn when the target's position limit is more than this many times the longest sample in training."""
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -35,8 +37,13 @@ def errors_of(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.level == "error"]
 
 
-def lint(config: Mapping[str, Any], shapes: Shapes, spec: DraftSpec, engine: Engine) -> list[Finding]:
-    """All findings on a config.json and its tensors, for the draft described by `spec`."""
+def lint(
+    config: Mapping[str, Any], shapes: Shapes, spec: DraftSpec, engine: Engine, *, version: str | None = None
+) -> list[Finding]:
+    """All findings on a config.json and its tensors, for the draft described by `spec`.
+
+    `version` of the engine turns what only some versions load from a warning into an error or nothing.
+    """
     layer = config if engine == "sglang" else config.get("transformer_layer_config")
     if not isinstance(layer, Mapping):
         return [Finding("error", "transformer_layer_config", layer, "a mapping with the draft's layer settings")]
@@ -46,6 +53,7 @@ def lint(config: Mapping[str, Any], shapes: Shapes, spec: DraftSpec, engine: Eng
     found += _aux_layers(config, spec, engine)
     found += _switches(config, spec, engine)
     found += _quantisation(config)
+    found += _version(spec, engine, version)
     found += _tensors(shapes, config, spec, engine)
     if spec.trained_tokens and spec.max_positions > LONG_EXTRAPOLATION * spec.trained_tokens:
         found.append(
@@ -160,6 +168,17 @@ def _switches(config: Mapping[str, Any], spec: DraftSpec, engine: Engine) -> lis
         )
         found.append(Finding("warning", "sliding_window_tokens", spec.sliding_window_tokens, where))
     return found
+
+
+def _version(spec: DraftSpec, engine: Engine, version: str | None) -> list[Finding]:
+    """`norm_before_fc` is silently ignored by SGLang 0.5.14 and read by 0.5.23 (both seen); between them unknown."""
+    if engine != "sglang" or not spec.norm_before_fc:
+        return []
+    expected = "SGLang 0.5.23 or newer; older ones ignore this norm and draft badly. fc_norm works from 0.5.14 on"
+    if version is None:
+        return [Finding("warning", "norm_before_fc", True, expected)]
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    return [] if numbers >= NORM_BEFORE_FC else [Finding("error", "norm_before_fc", f"True on {version}", expected)]
 
 
 def _quantisation(config: Mapping[str, Any]) -> list[Finding]:

@@ -116,6 +116,7 @@ def export_command(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     target: Annotated[OptionalText, typer.Option(help="The target's name where it will be served.")] = None,
     draft_tokens: Annotated[int, typer.Option(help="Draft tokens per step, in the printed command.")] = 3,
+    engine_version: Annotated[OptionalText, typer.Option(help="Of the engine that will serve it, e.g. 0.5.23.")] = None,
 ) -> None:
     """Write a trained draft as SGLang or vLLM load it, checked for what the engine would reject.
 
@@ -135,6 +136,7 @@ def export_command(
         dtype=dtype,  # type: ignore[arg-type]
         target=target,
         draft_tokens=draft_tokens,
+        version=engine_version,
     )
     for finding in result.warnings:
         console.print(str(finding), highlight=False, markup=False)

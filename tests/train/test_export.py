@@ -163,6 +163,14 @@ def test_switches_reach_both_engines(tmp_path: Path) -> None:
     assert tensors["fc_norm.2.weight"].shape == (48,)
 
 
+def test_a_norm_that_older_servers_ignore(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "c", norm_before_fc=True)
+    with pytest.raises(TrainingError, match=r"norm_before_fc is 'True on 0\.5\.14'"):
+        export_draft(tmp_path / "c", tmp_path / "out", version="0.5.14")
+    assert export_draft(tmp_path / "c", tmp_path / "out", version="0.5.23").warnings == []
+    assert [w.field for w in export_draft(tmp_path / "c", tmp_path / "out").warnings] == ["norm_before_fc"]
+
+
 def test_vllm_export(tmp_path: Path, tiny_llama: Path) -> None:
     """Names and fields of speculators' Eagle3Speculator; the embedding comes from the target's checkpoint."""
     shape = {"hidden_size": 64, "vocab_size": 768, "head_dim": 16, "target_model": str(tiny_llama)}

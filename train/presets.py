@@ -12,7 +12,7 @@ EAGLE31 = {"fc_norm": True, "norm_output": True}
 """EAGLE-3.1's two norms, which SGLang 0.5.14 and newer load; see docs/training.md for what they are worth."""
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    # two CPU cores, about two minutes, some 50 thousand tokens: many small steps, and no more draft steps than are served
+    # two CPU cores, two minutes, some 50 thousand tokens: many small steps, no more draft steps than are served
     "smollm2_demo": {
         "data": {"max_sample_tokens": 384, "holdout_share": 0.15},
         "draft": {"vocab_size": 8192, **EAGLE31},

@@ -32,6 +32,7 @@ from eagle3_data.train.ttt import TttModel
 
 Say = Callable[[str], None]
 COUNT_REPORT_EVERY = 5000
+SCRIPTS_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,12 @@ def make_plan(config: TrainConfig, data: Samples, say: Say) -> EpochPlan:
 
 
 def make_vocab(
-    config: TrainConfig, data: Samples, split: Split, *, size: int, vocab_size: int, say: Say
+    config: TrainConfig, data: Samples, split: Split, *, size: int, vocab_size: int, target: Path | None, say: Say
 ) -> vocab_maps.VocabMap:
-    """The stored map of exactly this data and size, or a new one; only ids and loss masks are read."""
+    """The stored map of exactly this data and size, or a new one; only ids and loss masks are read.
+
+    `target`: the checkpoint whose tokenizer.json gives the texts for the report by writing system.
+    """
     if size >= vocab_size:
         return vocab_maps.map_from_d2t(torch.zeros(vocab_size, dtype=torch.int64), vocab_size)
     folder = config.run.output / "vocab"
@@ -73,9 +77,24 @@ def make_vocab(
     found = vocab_maps.load_map(folder, key)
     if found is None:
         say("counting supervised tokens for the draft vocabulary")
-        found = vocab_maps.build_map(vocab_maps.count_tokens(_supervised(data, split, say), vocab_size), size)
+        counts = vocab_maps.count_tokens(_supervised(data, split, say), vocab_size)
+        found = vocab_maps.build_map(counts, size)
+        pieces = token_pieces(target) if target is not None else {}
+        for row in vocab_maps.coverage_by_script(counts, found, pieces)[:SCRIPTS_SHOWN] if pieces else []:
+            say(f"  {row.script.lower()}: {row.coverage:.2%} of {row.tokens:,} tokens")
         vocab_maps.save_map(found, folder, key)
     return found
+
+
+def token_pieces(folder: Path) -> dict[int, str]:
+    """Decoded text of every token, out of the checkpoint's tokenizer.json alone; empty when there is none."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return {}
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    return {number: tokenizer.decode([number]) for number in range(tokenizer.get_vocab_size())}
 
 
 def _supervised(data: Samples, split: Split, say: Say) -> Iterator[tuple[Tensor, Tensor]]:
@@ -115,7 +134,13 @@ def make_parts(
     else:
         vocab = main_first(
             lambda: make_vocab(
-                config, data, plan.split, size=spec.draft_vocab_size, vocab_size=info.vocab_size, say=say
+                config,
+                data,
+                plan.split,
+                size=spec.draft_vocab_size,
+                vocab_size=info.vocab_size,
+                target=folder,
+                say=say,
             )
         )
     say(vocab.report())
@@ -150,5 +175,7 @@ def _warm_start(path: Path | None) -> dict[str, torch.Tensor] | None:
         return None
     for name in (DRAFT, "model.safetensors"):
         if (path / name).exists():
-            return load_file(path / name)
+            tensors = load_file(path / name)
+            # speculators and vLLM call the layer by its number, everybody else `midlayer`
+            return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
     raise ConfigError(f"draft.init_from: {path} has neither {DRAFT} nor model.safetensors")

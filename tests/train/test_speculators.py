@@ -1,4 +1,4 @@
-"""The vLLM export in speculators' own classes: loads whole, and computes the same states. Skipped when not installed."""
+"""The vLLM export in speculators' own classes: it loads whole and computes the same states.."""
 
 from __future__ import annotations
 

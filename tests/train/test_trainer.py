@@ -16,6 +16,7 @@ from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.protocol import LAST
 from eagle3_data.train.checkpoint import DRAFT, OPTIMIZER, TrainState, checkpoints, read_draft
 from eagle3_data.train.config import load_config
+from eagle3_data.train.export import export_draft
 from eagle3_data.train.trainer import Trainer, TrainReport
 from tests.train.conftest import MakeConfig
 from tests.train.fakes import MemorySamples, random_samples
@@ -171,6 +172,19 @@ def test_warm_start_keeps_weights_and_vocabulary(make_config: MakeConfig, data: 
         Trainer(
             make_config(f"draft.init_from={first.checkpoint}", "draft.vocab_size=128", output=tmp_path / "x"), other
         )
+
+
+def test_warm_start_from_either_engines_export(
+    make_config: MakeConfig, data: MemorySamples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = Trainer(make_config("optim.epochs=1", output=tmp_path / "first"), data).run()
+    assert "latin: " in capsys.readouterr().out  # the vocabulary's coverage by writing system
+    saved = load_file(first.checkpoint / DRAFT)
+    for engine in ("sglang", "vllm"):
+        out = export_draft(first.checkpoint, tmp_path / engine, engine=engine, dtype="float32").folder  # type: ignore[arg-type]
+        trainer = Trainer(make_config(f"draft.init_from={out}", output=tmp_path / f"from-{engine}"), data)
+        for name, parameter in trainer.core.draft.named_parameters():
+            assert torch.equal(parameter.detach(), saved[name]), name
 
 
 def test_no_pickle_anywhere(make_config: MakeConfig, data: MemorySamples) -> None:

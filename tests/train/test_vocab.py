@@ -47,7 +47,7 @@ def test_another_size_gets_its_own_map_and_the_old_one_stays(make_config: MakeCo
     split = split_samples(data.keys, data.tokens, config.data, seed=0)
 
     def make(size: int, vocab_size: int = 768) -> maps.VocabMap:
-        return make_vocab(config, data, split, size=size, vocab_size=vocab_size, say=lambda text: None)
+        return make_vocab(config, data, split, size=size, vocab_size=vocab_size, target=None, say=lambda text: None)
 
     large = make(256)
     (file,) = (config.run.output / "vocab").iterdir()

@@ -37,7 +37,7 @@ class ShardSink:
         self.folder, self.plans, self.store, self.ledger = folder, list(plans), store, ledger
         self.spec = manifest.spec
         self.manifest = manifest
-        self.note = ""
+        self._waiting: dict[str, str] = {}
         self.tokens = manifest.tokens
         self.nbytes = manifest.nbytes
         self.resumed = manifest.saved
@@ -69,6 +69,11 @@ class ShardSink:
         pending = set(shard.pending)
         return [row for row, place in zip(planned.rows.tolist(), places, strict=True) if place.key in pending]
 
+    @property
+    def note(self) -> str:
+        """What samples wait for, as long as any does."""
+        return f"waiting: {next(iter(self._waiting.values()))}" if self._waiting else ""
+
     async def place(self, name: str, sample: Sample, request: Request, dump: Dump) -> None:
         """Move a proven dump into its shard. Waits while the disk is full. Raises DumpCorrupt."""
         shard = self._open[name]
@@ -79,9 +84,9 @@ class ShardSink:
                 tail = await asyncio.to_thread(shard.write, record, dump.fd, dump.states_at, request.input_ids, mask)
                 break
             except DiskFull as error:
-                self.note = f"waiting: {error.message}"
+                self._waiting[record.key] = error.message
                 await asyncio.sleep(DISK_POLL_S)
-        self.note = ""
+        self._waiting.pop(record.key, None)
         shard.settle(record, tail)
         self.ledger.save(1)
         self.tokens += record.tokens

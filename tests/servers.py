@@ -109,7 +109,8 @@ def _start(kind: str) -> RunningServer:
 
 def prompt(tokens: int, seed: int) -> list[int]:
     """Random ids, none of them special."""
-    return [random.Random(f"{tokens}/{seed}").randrange(8, VOCAB) for _ in range(tokens)]
+    source = random.Random(f"{tokens}/{seed}")
+    return [source.randrange(8, VOCAB) for _ in range(tokens)]
 
 
 def read_dump(path: Path) -> tuple[DumpMeta, dict[str, Any]]:

@@ -86,10 +86,12 @@ def server_command(config: ServerConfig, *, port: int, native: bool) -> list[str
     ]
     if cpu:
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
+        # SGLang replaces `--attention-backend intel_amx` on processors without AMX, but not the two halves of it.
+        # Decoding: torch_native loops over requests. Prefill: torch_native equals transformers bit for bit, and only
+        # the other can verify a draft.
+        command += ["--decode-attention-backend", "intel_amx"]
         if config.draft:
-            # The one CPU backend that can decode with a draft. SGLang replaces `--attention-backend intel_amx` on
-            # processors without AMX, but not the two halves of it.
-            command += ["--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"]
+            command += ["--prefill-attention-backend", "intel_amx"]
         command += ["--max-total-tokens", "16384", "--mem-fraction-static", "0.3"]
         command += ["--chunked-prefill-size", "-1", "--sleep-on-idle"]
     if config.api_key:

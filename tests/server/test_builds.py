@@ -42,6 +42,7 @@ def run(server: RunningServer, samples: Path, out: Path, **changes: Any) -> Buil
         inputs=(str(samples),),
         model=str(server.model),
         servers=(server.url,),
+        api_key=server.api_key,
         shard_bytes=changes.pop("shard_bytes", 4 << 20),
         flow=flow,
         interval_s=0.5,
@@ -50,8 +51,12 @@ def run(server: RunningServer, samples: Path, out: Path, **changes: Any) -> Buil
     return build(config, on_tick=lambda tick: None, on_text=lambda text: None)
 
 
-def check_states(server: RunningServer, folder: Path, prompts: list[list[int]], tolerance: float = 0.0) -> None:
-    """Every sample: its own ids, as many rows as ids, and transformers' states for these ids."""
+def check_states(server: RunningServer, folder: Path, prompts: list[list[int]], *, exact: bool = False) -> None:
+    """Every sample: its own ids, as many rows as ids, and transformers' states for these ids.
+
+    `exact`: to the last bit, for prompts that were alone in their prefill. In a batch, matrix products of other heights
+    may take another kernel: 1e-5.
+    """
     data = ShardSet.open(folder)
     assert len(data) == len(prompts) == len(set(data.keys))
     for i, key in enumerate(data.keys):
@@ -59,12 +64,9 @@ def check_states(server: RunningServer, folder: Path, prompts: list[list[int]], 
         assert sample[IDS].tolist() == ids
         assert len(sample[AUX]) == len(sample[LAST]) == len(sample[MASK]) == len(ids)
         expected = expected_states(server.model, ids)
-        if tolerance:
-            torch.testing.assert_close(sample[AUX], expected.aux(data.capture.layers), atol=tolerance, rtol=tolerance)
-            torch.testing.assert_close(sample[LAST], expected.hidden[-1], atol=tolerance, rtol=tolerance)
-        else:
-            assert torch.equal(sample[AUX], expected.aux(data.capture.layers))
-            assert torch.equal(sample[LAST], expected.hidden[-1])
+        bound = 0.0 if exact else 1e-5
+        torch.testing.assert_close(sample[AUX], expected.aux(data.capture.layers), atol=bound, rtol=bound)
+        torch.testing.assert_close(sample[LAST], expected.hidden[-1], atol=bound, rtol=bound)
         assert int(data.index["next_token"][i].as_py()) == int(expected.logits[-1].argmax())
 
 
@@ -171,14 +173,14 @@ def test_a_dump_that_lands_late_is_thrown_away(
 
 
 def test_resumed_and_disturbed_builds_have_the_same_bytes(llama_server: RunningServer, tmp_path: Path) -> None:
-    """Invariants 6 and 7 on the real server (float32 on a CPU, where batches do not change the states)."""
+    """Invariants 6 and 7 on the real server; one prompt in flight, since batches may change the last bits of states."""
     prompts = [prompt(20 + 7 * s, s) for s in range(40)]
     samples = rows_file(tmp_path / "rows.jsonl", prompts)
     calm = run(llama_server, samples, tmp_path / "calm", max_inflight=1, shard_bytes=1 << 20)
     driver = (
         "import sys; from pathlib import Path; from eagle3_data.cli import main; "
         f"sys.argv = ['eagle3-data', 'build', {str(samples)!r}, '--model', {str(llama_server.model)!r}, "
-        f"'--server', {llama_server.url!r}, '--out', {str(tmp_path / 'wild')!r}, '--shard-size', '1MiB']; main()"
+        f"'--server', {llama_server.url!r}, '--out', {str(tmp_path / 'wild')!r}, '--shard-size', '1MiB', '--max-inflight', '1']; main()"
     )
     process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 60
@@ -186,7 +188,7 @@ def test_resumed_and_disturbed_builds_have_the_same_bytes(llama_server: RunningS
         time.sleep(0.01)
     process.kill()
     process.wait()
-    wild = run(llama_server, samples, tmp_path / "wild", shard_bytes=1 << 20)
+    wild = run(llama_server, samples, tmp_path / "wild", max_inflight=1, shard_bytes=1 << 20)
     assert wild.complete
     assert calm.complete
     assert (wild.saved, wild.planned, sum(wild.failed.values()), sum(wild.skipped.values())) == (40, 40, 0, 0)
@@ -195,7 +197,7 @@ def test_resumed_and_disturbed_builds_have_the_same_bytes(llama_server: RunningS
         for name in ("calm", "wild")
     }
     assert files["calm"] == files["wild"]
-    check_states(llama_server, tmp_path / "wild", prompts)
+    check_states(llama_server, tmp_path / "wild", prompts, exact=True)
 
 
 def test_stored_states_give_the_servers_own_top_1(llama_server: RunningServer, tmp_path: Path) -> None:
@@ -224,15 +226,15 @@ def test_chunked_prefill_through_a_build(chunked_server: RunningServer, tmp_path
     prompts = [prompt(n, 3) for n in (63, 64, 65, 128, 1000)]
     report = run(chunked_server, rows_file(tmp_path / "rows.jsonl", prompts), tmp_path / "out")
     assert report.saved == 5
-    check_states(chunked_server, tmp_path / "out", prompts, tolerance=1e-5)
+    check_states(chunked_server, tmp_path / "out", prompts)
     assert Manifest.load(tmp_path / "out").servers[0].chunk_tokens == 64
 
 
 def test_qwen3_through_a_build(qwen3_server: RunningServer, tmp_path: Path) -> None:
     """C10: the default layers of a Qwen3 are the outputs that the manifest names."""
     prompts = [prompt(n, 4) for n in (5, 100, 333)]
-    run(qwen3_server, rows_file(tmp_path / "rows.jsonl", prompts), tmp_path / "out")
-    check_states(qwen3_server, tmp_path / "out", prompts)
+    run(qwen3_server, rows_file(tmp_path / "rows.jsonl", prompts), tmp_path / "out", max_inflight=1)
+    check_states(qwen3_server, tmp_path / "out", prompts, exact=True)
     spec = Manifest.load(tmp_path / "out").spec
     assert (spec.layers, spec.convention) == ((1, 3, 4), "output_of_layer")
 

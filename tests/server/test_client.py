@@ -165,7 +165,7 @@ def test_an_idle_connection_that_the_server_drops_costs_no_request(monkeypatch: 
     async def work() -> None:
         async with scripted(keepalive_s=0.4, generate=answers(ANSWER)) as client:
             for _ in range(3):
-                await client.prefill([1, 2, 3], "e3d-r-a-0")
+                assert (await client.prefill([1, 2, 3], "e3d-r-a-0")).prompt_tokens == 3
                 time.sleep(0.6)
 
     asyncio.run(work())

@@ -47,7 +47,8 @@ def test_commands() -> None:
     assert "radix" not in plain
     assert "speculative" not in plain
     draft = text(dataclasses.replace(GPU, spool=None, draft="/draft", device="cpu"))
-    assert "--prefill-attention-backend intel_amx --decode-attention-backend intel_amx" in draft
+    assert "--decode-attention-backend intel_amx --prefill-attention-backend intel_amx" in draft
+    assert "--prefill-attention-backend" not in cpu, "with torch_native the states equal those of transformers"
     assert "--speculative-draft-model-path /draft --speculative-num-steps 3" in draft
     assert "--speculative-num-draft-tokens 4" in draft
     with pytest.raises(ConfigError, match="cannot capture"):

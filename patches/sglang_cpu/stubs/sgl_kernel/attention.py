@@ -6,6 +6,9 @@ B requests, T new tokens, H query heads, K key-value heads, D head width. Keys a
 import torch
 from torch import Tensor
 
+GATHER_ROWS = 1 << 16
+"""Keys gathered at once, over all requests; bounds the memory of a decode step."""
+
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, mask: Tensor | None) -> Tensor:
     """q [n, H, D] over k, v [m, K, D] -> [n, H, D]; `cap` > 0 squashes the scores with tanh."""
@@ -21,6 +24,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, mask: Ten
         attend = torch.nn.functional.scaled_dot_product_attention
         out = attend(q[None], k[None], v[None], attn_mask=mask, scale=scale)[0]
     return out.transpose(0, 1)
+
+
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, seen: Tensor) -> Tensor:
+    """q [B, H, D], one a request, over k, v [B, M, K, D], of which `seen` [B, M] counts -> [B, H, D].
+
+    All requests at once: a loop over them takes most of a step, since each small operation waits for every core.
+    """
+    batch, heads, width = q.shape
+    grouped = q.view(batch, k.shape[2], -1, width).float()  # [B, K, H/K, D]
+    scores = grouped @ k.permute(0, 2, 3, 1).float() * scale  # [B, K, H/K, M]
+    if cap and cap > 0:
+        scores = torch.tanh(scores / cap) * cap
+    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
+    return (weights @ v.permute(0, 2, 1, 3).float()).view(batch, heads, width).to(q.dtype)
 
 
 def _refuse(**asked: object) -> None:
@@ -60,9 +77,15 @@ def decode_attention_cpu(
     if key is not None and value is not None:
         k_buffer[loc] = key.view(-1, *k_buffer.shape[1:]).to(k_buffer.dtype)
         v_buffer[loc] = value.view(-1, *v_buffer.shape[1:]).to(v_buffer.dtype)
-    for i, (row, length) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=False)):
-        slots = req_to_token[row, :length].long()
-        o[i : i + 1] = _attend(q[i : i + 1], k_buffer[slots], v_buffer[slots], scale, logit_cap, None)
+    longest = int(seq_lens.max())
+    step = max(1, GATHER_ROWS // longest)
+    for start in range(0, len(q), step):
+        part = slice(start, start + step)
+        lengths = seq_lens[part]
+        slots = req_to_token[req_pool_indices[part].long(), :longest].long()
+        seen = torch.arange(longest) < lengths[:, None]
+        slots = slots.masked_fill(~seen, 0)  # beyond a request's end the table holds anything
+        o[part] = _attend_one(q[part], k_buffer[slots], v_buffer[slots], scale, logit_cap, seen)
 
 
 def extend_attention_cpu(

@@ -81,7 +81,7 @@ class Message:
     @property
     def is_empty(self) -> bool:
         """An assistant turn that says, thinks and calls nothing."""
-        return not (self.text or self.reasoning or self.tool_calls)
+        return not (self.text or self.reasoning.strip() or self.tool_calls)
 
     def to_dict(self, *, reasoning_field: str, arguments: ArgumentsForm, parts: bool) -> dict[str, Any]:
         """The dict a template reads. `parts`: the template walks content parts, so they are kept."""

@@ -143,6 +143,17 @@ def test_c23_reasoning_is_rendered_and_learnt_by_default(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", TARGETS)
+def test_blank_reasoning_is_no_reasoning(tmp_path: Path, name: str) -> None:
+    """Most templates strip it: an answer beside it is still learnt, and a turn of nothing else says nothing."""
+    blank, _ = samples_of(tmp_path, name, [talk.user("6 * 7?"), talk.assistant("42.", reasoning="\n\n")])
+    assert "42." in "".join(marked_text(name, blank[0].input_ids, blank[0].loss_mask))
+    turns = [talk.user("a"), talk.assistant("", reasoning="\n\n"), talk.user("6 * 7?"), talk.assistant("42.")]
+    samples, report = samples_of(tmp_path, name, turns)
+    assert len(samples) == 1
+    assert not report.dropped
+
+
+@pytest.mark.parametrize("name", TARGETS)
 def test_c23_reasoning_as_context_only(tmp_path: Path, name: str) -> None:
     learnt, _ = samples_of(tmp_path, name, talk.REASONING)
     context, _ = samples_of(tmp_path, name, talk.REASONING, reasoning="context")

@@ -41,7 +41,7 @@ META = ("key", "id", "tokens", "supervised", "next_token")
 
 
 @dataclass
-class Eagle3Config(datasets.BuilderConfig):
+class Eagle3Config(datasets.BuilderConfig):  # type: ignore[misc]  # datasets has no types
     """`load_dataset(..., server=..., mirror=..., inputs=..., columns=...)`; `data_dir` is a build folder."""
 
     server: str | tuple[str, ...] | None = None
@@ -87,12 +87,13 @@ class LazyTensors:
         return out
 
 
-class Eagle3Builder(datasets.GeneratorBasedBuilder):
+class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc]  # datasets has no types
     """Subclasses set RECIPE and BUILDER_CONFIGS, nothing else."""
 
     BUILDER_CONFIG_CLASS = Eagle3Config
     DEFAULT_CONFIG_NAME = "default"
     RECIPE: ClassVar[Recipe | None] = None
+    info: Any  # declared by the base, which has no types
 
     def _info(self) -> datasets.DatasetInfo:
         summary = self.RECIPE.summary if self.RECIPE else "A build of eagle3-data."

@@ -81,7 +81,7 @@ class Message:
     @property
     def is_empty(self) -> bool:
         """An assistant turn that says, thinks and calls nothing."""
-        return not (self.text or self.reasoning.strip() or self.tool_calls)
+        return not (self.text or self.reasoning or self.tool_calls)
 
     def to_dict(self, *, reasoning_field: str, arguments: ArgumentsForm, parts: bool) -> dict[str, Any]:
         """The dict a template reads. `parts`: the template walks content parts, so they are kept."""
@@ -137,7 +137,7 @@ def split_think(content: str) -> tuple[str, str]:
     if not head.startswith("<think>"):
         return "", content
     reasoning, closed, answer = head[len("<think>") :].partition("</think>")
-    return (reasoning.strip("\n"), answer.lstrip("\n")) if closed else ("", content)
+    return (reasoning.strip("\n") if reasoning.strip() else "", answer.lstrip("\n")) if closed else ("", content)
 
 
 def parse_content(value: Any) -> str | tuple[Mapping[str, Any], ...]:
@@ -201,7 +201,8 @@ def parse_message(value: Any) -> Message:
     content = parse_content(value.get("content"))
     reasoning = raw = ""
     if role == ASSISTANT:
-        reasoning = next((str(value[name]) for name in REASONING_FIELDS if value.get(name)), "")
+        # Blank reasoning is none: some templates strip it and some do not, and nothing can be learnt from it.
+        reasoning = next((str(value[name]) for name in REASONING_FIELDS if str(value.get(name) or "").strip()), "")
         if not reasoning and isinstance(content, str):
             raw, (reasoning, content) = content, split_think(content)
     return Message(

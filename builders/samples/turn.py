@@ -67,7 +67,7 @@ class TurnView:
         """Raises UnstableTemplate or TurnLost when the turn cannot be had from this template."""
         full = self.answered()
         self._check_calls(full)
-        if self.message.reasoning.strip():  # templates drop blank reasoning, and nothing is lost with it
+        if self.message.reasoning:
             return self._with_reasoning(prompt, full, locate_answer)
         if full.startswith(prompt):
             text = full[len(prompt) :]

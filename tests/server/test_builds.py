@@ -180,7 +180,8 @@ def test_resumed_and_disturbed_builds_have_the_same_bytes(llama_server: RunningS
     driver = (
         "import sys; from pathlib import Path; from eagle3_data.cli import main; "
         f"sys.argv = ['eagle3-data', 'build', {str(samples)!r}, '--model', {str(llama_server.model)!r}, "
-        f"'--server', {llama_server.url!r}, '--out', {str(tmp_path / 'wild')!r}, '--shard-size', '1MiB', '--max-inflight', '1']; main()"
+        f"'--server', {llama_server.url!r}, '--out', {str(tmp_path / 'wild')!r}, '--shard-size', '1MiB', "
+        "'--max-inflight', '1']; main()"
     )
     process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 60

@@ -7,7 +7,7 @@ import urllib.request
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -81,8 +81,8 @@ def check_against_server(
         thinking = renderer.masker.thinking_of(row.messages[at])
         history = [dict(turn) for turn in turns[:at]]
         for turn in history:
-            if turn.get("reasoning_content") == "":
-                turn.pop("reasoning_content")
+            if not turn.get("reasoning_content", "").strip():
+                turn.pop("reasoning_content", None)  # blank reasoning is left out
         kwargs = dict(renderer.masker.thinking_kwargs(thinking))
         assert ids[:start] == server_ids(url, name, history, tools, **kwargs)
 
@@ -91,6 +91,9 @@ def check_against_server(
 def test_random_conversations(server: str, every_tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(conversations())
+    @example([talk.user(""), talk.assistant("a", reasoning="\n\n")])
+    @example([talk.user(""), talk.assistant("", reasoning="\n\n")])
+    @example([talk.user(""), talk.assistant("a", reasoning=" ")])
     def run(turns: list[dict[str, Any]]) -> None:
         check_against_server(server, every_tokenizer, name, turns)
 

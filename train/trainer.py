@@ -84,6 +84,9 @@ class Trainer:
             say=self._say,
         )
         self.plan = parts.plan
+        self.alignment = config.ttt.alignment or data.alignment
+        whose = "ttt.alignment" if config.ttt.alignment else "the data's"
+        self._say(f"rows trained: {self.alignment} ({whose})")
         self.model, prepared = self.accelerator.prepare(parts.model, make_optimizer(parts.model, config))
         self.optimizer: torch.optim.Optimizer = prepared.optimizer
         self.core = self.accelerator.unwrap_model(self.model)
@@ -135,7 +138,7 @@ class Trainer:
             self.data,
             max_sample_tokens=config.data.max_sample_tokens,
             steps=config.ttt.steps,
-            alignment=config.ttt.alignment,
+            alignment=self.alignment,
             reader_threads=config.batch.reader_threads,
         )
         rank, world = self.accelerator.process_index, self.accelerator.num_processes

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from eagle3_data.capture import CaptureSpec
+from eagle3_data.capture import Alignment, CaptureSpec
 from eagle3_data.errors import ConfigError
 from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
@@ -55,6 +55,10 @@ class SampleTable(abc.ABC):
     @property
     def capture(self) -> CaptureSpec:
         return self.manifest.spec
+
+    @property
+    def alignment(self) -> Alignment:
+        return self.manifest.alignment
 
     @property
     def fingerprint(self) -> str:

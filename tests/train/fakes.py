@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3_data.capture import CaptureSpec
+from eagle3_data.capture import Alignment, CaptureSpec
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 
 
@@ -18,6 +18,7 @@ class MemorySamples:
     capture: CaptureSpec
     samples: list[dict[str, Tensor]]
     fingerprint: str = "memory"
+    alignment: Alignment = "strict"
     reads: dict[str, int] = field(default_factory=dict)
     """Column -> times it was read, to show what training touches."""
 

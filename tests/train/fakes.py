@@ -64,25 +64,34 @@ def random_samples(
 def target_samples(
     model_folder: str, prompts: Sequence[Sequence[int]], *, answer_tokens: int, layers: tuple[int, ...]
 ) -> MemorySamples:
-    """Greedy answers of the target and its own states, as the server would capture them (float32)."""
+    """Greedy answers of the target and its own states, as the server would capture them (float32).
+
+    The prompts have one length.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    samples = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
-        ids = model.generate(ids, max_new_tokens=answer_tokens, min_new_tokens=answer_tokens, do_sample=False)
-        out = model(ids, output_hidden_states=True)
-        mask = torch.zeros(ids.shape[1], dtype=torch.uint8)
-        mask[len(prompt) :] = 1
-        samples.append(
-            {
-                IDS: ids[0].to(torch.int32),
-                MASK: mask,
-                AUX: torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1),
-                LAST: out.hidden_states[-1][0],
-            }
-        )
+    # prompts of one length go through the model together
+    ids = torch.tensor([list(prompt) for prompt in prompts])
+    ids = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=answer_tokens,
+        min_new_tokens=answer_tokens,
+        do_sample=False,
+    )
+    out = model(ids, output_hidden_states=True)
+    mask = torch.zeros(ids.shape[1], dtype=torch.uint8)
+    mask[ids.shape[1] - answer_tokens :] = 1
+    samples = [
+        {
+            IDS: ids[i].to(torch.int32),
+            MASK: mask.clone(),
+            AUX: torch.cat([out.hidden_states[layer + 1][i] for layer in layers], dim=-1),
+            LAST: out.hidden_states[-1][i].clone(),
+        }
+        for i in range(len(prompts))
+    ]
     config = model.config
     capture = CaptureSpec(
         model=model_folder, layers=layers, width=config.hidden_size, dtype="float32", vocab_size=config.vocab_size

@@ -84,7 +84,8 @@ class Manifest(_Model):
     """How ids and masks were made (`SampleSpec`)."""
     fingerprint: dict[str, str]
     """Everything that shapes the data, by name; a resume must have the same."""
-    matching: Literal["identity", "token_count"] = "identity"
+    matching: Literal["identity", "token_count", "imported"] = "identity"
+    """How states were matched to their samples; 'imported': by the files of another project."""
     plan: PlanRow
     servers: tuple[ServerRow, ...] = ()
     shards: tuple[ShardRow, ...] = ()

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle3_data import durable
+from eagle3_data.cli.exchange import export_samples
 from eagle3_data.errors import ConfigError, Eagle3Error
+from eagle3_data.manifest import MANIFEST
 from eagle3_data.train.config import TrainConfig, load_config, override, parse_config, read_yaml, to_yaml
 from eagle3_data.train.presets import PRESETS, preset_values
 
@@ -110,9 +112,9 @@ def _train(settings: TrainConfig) -> None:
 
 
 def export_command(
-    source: Annotated[Path, typer.Argument(help="Run folder (its best checkpoint) or one checkpoint.")],
+    source: Annotated[Path, typer.Argument(help="Run folder (its best checkpoint), one checkpoint, or a build.")],
     out: Annotated[OptionalPath, typer.Option(help="Folder to write. Default: SOURCE/export.")] = None,
-    to: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
+    to: Annotated[str, typer.Option(help="sglang or vllm; for a build specforge or speculators.")] = "sglang",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     target: Annotated[OptionalText, typer.Option(help="The target's name where it will be served.")] = None,
     draft_tokens: Annotated[int, typer.Option(help="Draft tokens per step, in the printed command.")] = 3,
@@ -120,11 +122,16 @@ def export_command(
 ) -> None:
     """Write a trained draft as SGLang or vLLM load it, checked for what the engine would reject.
 
+    Of a build: its samples in SpecForge's or speculators' form, for their trainers.
+
     Example: eagle3-data export run --to vllm --out kimi-k2.5-eagle3
     """
     from eagle3_data.train.engines import Engine
     from eagle3_data.train.export import DTYPES, export_draft
 
+    if (source / MANIFEST).exists():
+        export_samples(source, out or source / "export", to=to, target=target)
+        return
     if to not in get_args(Engine):
         raise ConfigError(f"--to {to!r} is not one of {', '.join(get_args(Engine))}")
     if dtype not in DTYPES:

@@ -57,9 +57,7 @@ def asked(sharp_target: Path) -> Asked:
 
 def served(trained: TrainReport, out: Path, asked: Asked, *, draft_tokens: int) -> EvalReport:
     export_draft(trained.output, out, dtype="float32", draft_tokens=draft_tokens)
-    report = evaluate_draft(
-        out, asked.prompts, replace(asked.config, draft_tokens=draft_tokens), plain=asked.plain
-    )
+    report = evaluate_draft(out, asked.prompts, replace(asked.config, draft_tokens=draft_tokens), plain=asked.plain)
     assert report.equal_answers == len(asked.prompts)  # greedy output with the draft equals greedy output without
     return report
 

@@ -44,6 +44,9 @@ class SampleTable(abc.ABC):
         the data set does not have.
         """
 
+    def expect(self, samples: Sequence[int]) -> None:  # noqa: B027 - nothing to do is right for most
+        """Told by a reader what it will read, in order. All samples are here, so there is nothing to do."""
+
     def __len__(self) -> int:
         return len(self.tokens)
 

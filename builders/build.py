@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from eagle3_data.builders.connect import Probed, foreign_info, make_pool, probe, spec_of
-from eagle3_data.builders.extract import Extractor
+from eagle3_data.builders.extract import Extractor, Order
 from eagle3_data.builders.ledger import Ledger
 from eagle3_data.builders.plan import Plan, check_plan
 from eagle3_data.builders.resume import all_plans, next_incarnation, open_manifest
@@ -30,30 +30,37 @@ from eagle3_data.shards.index import consolidate
 OnTick = Callable[[Tick], None]
 
 
-def build(config: BuildConfig, *, on_tick: OnTick, on_text: Callable[[str], None]) -> BuildReport:
-    """Run the build to its end, or to Ctrl-C. `on_text` gets one line per finished stage.
+def build(
+    config: BuildConfig, *, on_tick: OnTick, on_text: Callable[[str], None], order: Order | None = None
+) -> BuildReport:
+    """Run the build to its end, or to Ctrl-C. `on_text` gets one line per finished stage; `order`: the plan's if None.
 
     Raises the family of `eagle3_data.errors`; whatever was placed before stays and is used by the next run.
     """
     make_folder(config.out)
     with RunLock(config.out):
         store = load_store(config, on_text)
-        return asyncio.run(_build(config, store, on_tick, on_text))
+        return asyncio.run(_build(config, store, on_tick, on_text, order))
 
 
 async def _build(
-    config: BuildConfig, store: SampleStore, on_tick: OnTick, on_text: Callable[[str], None]
+    config: BuildConfig, store: SampleStore, on_tick: OnTick, on_text: Callable[[str], None], order: Order | None
 ) -> BuildReport:
     found = await _servers(config)
     try:
-        return await _run(config, store, found, on_tick, on_text)
+        return await _run(config, store, found, on_tick, on_text, order)
     finally:
         for one in found:
             await one.client.close()
 
 
 async def _run(
-    config: BuildConfig, store: SampleStore, found: list[Probed], on_tick: OnTick, on_text: Callable[[str], None]
+    config: BuildConfig,
+    store: SampleStore,
+    found: list[Probed],
+    on_tick: OnTick,
+    on_text: Callable[[str], None],
+    order: Order | None,
 ) -> BuildReport:
     spec = spec_of(found[0].infos[0], config.model, config.last)
     if config.layers is not None and spec.layers != config.layers:
@@ -96,6 +103,7 @@ async def _run(
         baseline=history[-1] if history else None,
         on_tick=write_tick,
         interval_s=config.interval_s,
+        order=order,
     )
     phase, note = "failed", ""
     try:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -42,6 +43,24 @@ class Job:
     deaths: int = 0
 
 
+class Order(Protocol):
+    """What is captured next. `jobs` opens the shards it needs and gives each of their pending samples once."""
+
+    def jobs(self, extractor: Extractor) -> AsyncIterator[Job]: ...
+
+
+class PlanOrder:
+    """Shard by shard, so that few are open at a time."""
+
+    async def jobs(self, extractor: Extractor) -> AsyncIterator[Job]:
+        for planned in chain.from_iterable(extractor.sink.plans):
+            rows = extractor.sink.open_shard(planned)
+            if not rows:
+                await extractor.sink.seal_if_settled(planned.name)
+            for row in rows:
+                yield Job(row, planned.name)
+
+
 class Extractor:
     """Runs a plan to its end. `incarnation`: how often this build was started before."""
 
@@ -57,8 +76,10 @@ class Extractor:
         baseline: Tick | None,
         on_tick: Callable[[Tick], None],
         interval_s: float = 5.0,
+        order: Order | None = None,
     ) -> None:
         self.sink, self.pool, self.flow = sink, pool, flow
+        self.order: Order = order or PlanOrder()
         self.run_id, self.incarnation, self.max_failures = run, incarnation, max_failures
         self.on_tick, self.interval_s = on_tick, interval_s
         self.retried: Counter[str] = Counter()
@@ -94,17 +115,11 @@ class Extractor:
                 self._leftovers[rid] = path
         ticker = asyncio.create_task(self._tick_forever())
         try:
-            for planned in chain.from_iterable(self.sink.plans):
+            async for job in self.order.jobs(self):
+                await self._send_retries()
                 if self._done_sending():
                     break
-                rows = self.sink.open_shard(planned)
-                if not rows:
-                    await self.sink.seal_if_settled(planned.name)
-                for row in rows:
-                    await self._send_retries()
-                    if self._done_sending():
-                        break
-                    await self._send(Job(row, planned.name))
+                await self._send(job)
             while (self._tasks or self._retry) and not self._done_sending():
                 await self._send_retries()
                 if self._tasks:

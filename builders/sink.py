@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from eagle3_data.errors import DiskFull
 from eagle3_data.manifest import Manifest, ShardRow
 from eagle3_data.protocol import ids_digest
 from eagle3_data.shards.index import read_part
-from eagle3_data.shards.layout import END_BYTES, SampleRecord
+from eagle3_data.shards.layout import END_BYTES, SampleRecord, block_layout
 from eagle3_data.shards.writer import OpenShard, Place
 
 DISK_POLL_S = 2.0
@@ -45,6 +46,8 @@ class ShardSink:
         ledger.save(manifest.saved)
         self._open: dict[str, OpenShard] = {}
         self._sealing = asyncio.Lock()
+        self.moving = threading.Lock()
+        """Held while a seal closes gaps: then samples of open shards lie elsewhere than `find` said."""
 
     def open_shard(self, planned: PlannedShard) -> list[int]:
         """Open (or reopen) a shard; returns the rows of the store that it still needs, in order."""
@@ -92,6 +95,14 @@ class ShardSink:
         self.tokens += record.tokens
         self.nbytes += shard.block_bytes(record.key)
 
+    def find(self, name: str, key: str) -> tuple[Path, int, int] | None:
+        """(file, offset, bytes) of a sample that was placed in a shard that is still open; None otherwise."""
+        shard = self._open.get(name)
+        if shard is None or key not in shard.records:
+            return None
+        layout = block_layout(self.spec, shard.places[key].tokens)
+        return shard.path, shard.places[key].offset + layout.member, layout.member_bytes
+
     def give_up(self, name: str, failure: Failure) -> None:
         self.ledger.fail(failure)
         self._open[name].give_up(failure.key)
@@ -103,12 +114,16 @@ class ShardSink:
             if shard is None or shard.pending:
                 return
             self.ledger.flush()
-            row = await asyncio.to_thread(shard.seal)
+            row = await asyncio.to_thread(self._seal, shard)
             if row is not None:
                 self.nbytes += END_BYTES
                 self._record(row)
             shard.forget()
             del self._open[name]
+
+    def _seal(self, shard: OpenShard) -> ShardRow | None:
+        with self.moving:
+            return shard.seal()
 
     def tidy(self) -> None:
         """All shards are sealed: drop the notes that a crash just after a seal left behind."""

@@ -10,6 +10,10 @@ from eagle3_data.protocol import AUX, DTYPE_BYTES, IDS, LAST, LAYER_CONVENTION, 
 
 LastState = Literal["hidden", "none"]
 LAST_STATES: tuple[LastState, ...] = get_args(LastState)
+Alignment = Literal["legacy", "input", "strict"]
+"""Which rows a trainer takes from the stored loss mask; see docs/training.md."""
+ALIGNMENTS: tuple[Alignment, ...] = get_args(Alignment)
+DEFAULT_ALIGNMENT: Alignment = "strict"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

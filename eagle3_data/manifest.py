@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from eagle3_data import __version__, durable
-from eagle3_data.capture import CaptureSpec
+from eagle3_data.capture import ALIGNMENTS, DEFAULT_ALIGNMENT, Alignment, CaptureSpec
 from eagle3_data.errors import ConfigError, Eagle3Error, ManifestMismatch
 
 MANIFEST = "manifest.json"
@@ -84,7 +84,8 @@ class Manifest(_Model):
     """How ids and masks were made (`SampleSpec`)."""
     fingerprint: dict[str, str]
     """Everything that shapes the data, by name; a resume must have the same."""
-    matching: Literal["identity", "token_count"] = "identity"
+    matching: Literal["identity", "token_count", "imported"] = "identity"
+    """How states were matched to their samples; 'imported': by the files of another project."""
     plan: PlanRow
     servers: tuple[ServerRow, ...] = ()
     shards: tuple[ShardRow, ...] = ()
@@ -100,6 +101,15 @@ class Manifest(_Model):
     @property
     def spec(self) -> CaptureSpec:
         return CaptureSpec.from_dict(self.capture)
+
+    @property
+    def alignment(self) -> Alignment:
+        """Rows that the makers of the data meant to be trained. Raises ConfigError for one that is unknown."""
+        found = self.samples.get("alignment", DEFAULT_ALIGNMENT)
+        for known in ALIGNMENTS:
+            if found == known:
+                return known
+        raise ConfigError(f"manifest: samples.alignment {found!r} is not one of {', '.join(ALIGNMENTS)}")
 
     @property
     def saved(self) -> int:

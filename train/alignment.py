@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from eagle3_data.train.config import Alignment
+from eagle3_data.capture import Alignment
 
 
 def shift_left(x_BT: Tensor, by: int, fill: int = 0) -> Tensor:

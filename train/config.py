@@ -11,9 +11,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from eagle3_data.capture import Alignment
 from eagle3_data.errors import ConfigError
 
-Alignment = Literal["legacy", "input", "strict"]
 LossKind = Literal["ce", "kl", "lk_alpha", "lk_lambda"]
 Denominator = Literal["tokens", "valid", "batch"]
 
@@ -80,8 +80,9 @@ class TttConfig(_Section):
     """Draft steps unrolled in training; serve with at most this many."""
     decay: float = Field(default=0.8, gt=0.0, le=1.0)
     """Weight of step i is decay**i."""
-    alignment: Alignment = "strict"
-    """Positions that are trained: 'strict' those that serving meets, 'input' speculators', 'legacy' EAGLE's."""
+    alignment: Alignment | None = None
+    """Positions that are trained: 'strict' those that serving meets, 'input' speculators', 'legacy' EAGLE's. None: what
+    the data's manifest records ('strict' unless its maker chose another)."""
 
 
 class LossConfig(_Section):

@@ -19,10 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eagle3_data.capture import CaptureSpec
+from eagle3_data.capture import Alignment, CaptureSpec
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.train.alignment import row_masks
-from eagle3_data.train.config import Alignment
 from eagle3_data.train.plan import MicroBatch, Step
 from eagle3_data.train.ttt import Batch
 
@@ -39,8 +38,11 @@ class Samples(Protocol):
     @property
     def capture(self) -> CaptureSpec: ...
     @property
+    def alignment(self) -> Alignment: ...
+    @property
     def fingerprint(self) -> str: ...
     def __len__(self) -> int: ...
+    def expect(self, samples: Sequence[int]) -> None: ...
     def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, Tensor]: ...
 
 

@@ -19,13 +19,14 @@ positions.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from eagle3_data.train.config import LossConfig
+from eagle3_data.train.config import LossConfig, LossKind
 from eagle3_data.train.teacher import Teacher, TeacherRows
 
 BINS = 10
@@ -96,7 +97,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for i in range(steps):
                 correct[i, row_SC[i][mask_SC[i]]] = chunk.correct_SC[i][mask_SC[i]]
             if grad_hidden is not None and grad_head is not None:
-                grad = chunk.grad_SCD.to(work.compute_dtype)
+                grad = chunk.grad_SCD
                 for i in range(steps):
                     grad_hidden[i].index_add_(0, place_SC[i], (grad[i] @ head).to(grad_hidden.dtype))
                 grad_head += (grad.flatten(0, 1).T @ hidden_SCH.flatten(0, 1)).float()
@@ -124,42 +125,21 @@ class _Chunk:
 def _score(logits: Tensor, teacher: TeacherRows, mask_SC: Tensor, work: _Work) -> _Chunk:
     """Losses, metrics and d loss / d logits of one chunk; logits [S, C, D] in any float dtype."""
     config = work.config
-    log_q = logits.float().log_softmax(-1)  # [S, C, D]
-    q = log_q.exp()
-    p = teacher.draft_CD  # [C, D], shared by the steps
-    own = p * teacher.coverage_C[:, None]  # [C, D]
-    ce = -(p * log_q).sum(-1)  # [S, C]
-    accept = torch.minimum(own, q).sum(-1)  # [S, C]
     in_draft_C = work.teacher.in_draft[teacher.top1_C]
     used_SC = mask_SC & in_draft_C if config.out_of_vocab == "drop" else mask_SC
-
-    ce_share = torch.ones_like(ce)
-    if config.kind == "lk_lambda":
-        ce_share = config.lk_scale * torch.exp(-config.lk_decay * accept)
-    if config.kind == "ce":
-        row_loss = ce
-    elif config.kind == "kl":
-        row_loss = ce - teacher.entropy_C
-    elif config.kind == "lk_alpha":
-        row_loss = -accept.clamp_min(ACCEPT_FLOOR).log()
-    else:
-        row_loss = ce_share * ce + (1 - ce_share) * (1 - accept)
-
     weight_SC = work.weight_S[:, None] * used_SC
-    grad = torch.empty(0, device=logits.device)
-    if work.need_grad:
-        if config.kind in ("ce", "kl"):
-            grad = (q - p) * weight_SC[..., None]
-        else:
-            # d accept / d logit_v = q_v (1[q_v < P_v] - sum_w q_w 1[q_w < P_w])
-            below = (q < own).to(q.dtype)
-            rising = q * (below - (q * below).sum(-1, keepdim=True))
-            if config.kind == "lk_alpha":
-                grad = rising * (-weight_SC / accept.clamp_min(ACCEPT_FLOOR))[..., None]
-            else:
-                grad = (q - p) * (weight_SC * ce_share)[..., None] - rising * (weight_SC * (1 - ce_share))[..., None]
-
-    confidence, best = q.max(-1)  # [S, C]
+    terms = _fused_terms() if logits.is_cuda else _terms
+    row_loss, ce, accept, confidence, best, grad = terms(
+        logits,
+        teacher.draft_CD,
+        teacher.coverage_C,
+        teacher.entropy_C,
+        weight_SC,
+        config.kind,
+        config.lk_scale,
+        config.lk_decay,
+        work.need_grad,
+    )
     correct = (work.teacher.kept[best] == teacher.top1_C) & mask_SC
     columns = (mask_SC, row_loss * used_SC, ce * used_SC, correct, accept * mask_SC, in_draft_C & mask_SC)
     sums = torch.stack([column.double().sum(-1) for column in columns], dim=-1)
@@ -168,6 +148,55 @@ def _score(logits: Tensor, teacher: TeacherRows, mask_SC: Tensor, work: _Work) -
     values = torch.stack([torch.ones_like(confidence), confidence, correct.float()], dim=-1)[mask_SC].double()
     calibration.index_add_(0, bins, values)
     return _Chunk((row_loss.double() * weight_SC).sum(), sums, calibration, correct, grad)
+
+
+def _terms(
+    logits: Tensor,
+    p: Tensor,
+    coverage_C: Tensor,
+    entropy_C: Tensor,
+    weight_SC: Tensor,
+    kind: LossKind,
+    lk_scale: float,
+    lk_decay: float,
+    need_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(row loss, ce, acceptance, max q, argmax q: [S, C] each; d loss / d logits [S, C, D] in the logits' dtype).
+
+    Everything of size S x C x D is in here, so that on a GPU the compiler makes few passes of it.
+    """
+    log_q = logits.float().log_softmax(-1)  # [S, C, D]
+    q = log_q.exp()
+    own = p * coverage_C[:, None]  # [C, D]
+    ce = -(p * log_q).sum(-1)
+    accept = torch.minimum(own, q).sum(-1)
+    confidence, best = q.max(-1)
+    ce_share = lk_scale * torch.exp(-lk_decay * accept)
+    if kind == "ce":
+        row_loss = ce
+    elif kind == "kl":
+        row_loss = ce - entropy_C
+    elif kind == "lk_alpha":
+        row_loss = -accept.clamp_min(ACCEPT_FLOOR).log()
+    else:
+        row_loss = ce_share * ce + (1 - ce_share) * (1 - accept)
+    if not need_grad:
+        return row_loss, ce, accept, confidence, best, logits.new_empty(0)
+    if kind in ("ce", "kl"):
+        return row_loss, ce, accept, confidence, best, ((q - p) * weight_SC[..., None]).to(logits.dtype)
+    # d accept / d logit_v = q_v (1[q_v < P_v] - sum_w q_w 1[q_w < P_w])
+    below = (q < own).to(q.dtype)
+    rising = q * (below - (q * below).sum(-1, keepdim=True))
+    if kind == "lk_alpha":
+        grad = rising * (-weight_SC / accept.clamp_min(ACCEPT_FLOOR))[..., None]
+    else:
+        grad = (q - p) * (weight_SC * ce_share)[..., None] - rising * (weight_SC * (1 - ce_share))[..., None]
+    return row_loss, ce, accept, confidence, best, grad.to(logits.dtype)
+
+
+@functools.cache
+def _fused_terms() -> Any:
+    return torch.compile(_terms, dynamic=True)
 
 
 def target_positions(mask_SN: Tensor) -> Tensor:

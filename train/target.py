@@ -28,6 +28,7 @@ EMBED_ENDINGS = (
     "embedding.weight",
 )
 HEAD_ENDINGS = ("lm_head.weight", "output.weight", "embed_out.weight")
+NORM_ENDINGS = ("model.norm.weight", "norm.weight", "final_layernorm.weight", "norm_f.weight", "ln_f.weight")
 NOT_TEXT = ("vision", "visual", "audio", "mtp", "image", "draft")
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -120,8 +121,11 @@ def _first(value: Any) -> int | None:
     return int(value) if isinstance(value, int) else None
 
 
-def resolve_checkpoint(model: str, *, revision: str | None = None) -> Path:
-    """A local folder, or the hub snapshot's files that training needs (config, index, and the two tensors' files)."""
+def resolve_checkpoint(model: str, *, revision: str | None = None, norm: bool = False) -> Path:
+    """A local folder, or the hub snapshot's files that training needs (config, index, and the two tensors' files).
+
+    `norm`: the final norm's file, too, which conversions between forms of the last state need.
+    """
     folder = Path(model)
     if folder.is_dir():
         return folder
@@ -130,7 +134,7 @@ def resolve_checkpoint(model: str, *, revision: str | None = None) -> Path:
 
     try:
         root = Path(snapshot_download(model, revision=revision, allow_patterns=["config.json", INDEX]))
-        files = set(weight_files(root).values()) if (root / INDEX).exists() else {"model.safetensors"}
+        files = set(weight_files(root, norm=norm).values()) if (root / INDEX).exists() else {"model.safetensors"}
         for name in sorted(files):
             hf_hub_download(model, name, revision=revision)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -141,11 +145,11 @@ def resolve_checkpoint(model: str, *, revision: str | None = None) -> Path:
     return root
 
 
-def weight_files(folder: Path) -> dict[str, str]:
-    """{tensor name: file} of the embedding and, when there is one, the head."""
+def weight_files(folder: Path, *, norm: bool = False) -> dict[str, str]:
+    """{tensor name: file} of the embedding, the head (when there is one) and, when asked for, the final norm."""
     names = _all_tensors(folder)
     found = {}
-    for endings in (EMBED_ENDINGS, HEAD_ENDINGS):
+    for endings in (EMBED_ENDINGS, HEAD_ENDINGS, *((NORM_ENDINGS,) if norm else ())):
         name = _pick(names, endings)
         if name is not None:
             found[name] = names[name]
@@ -208,6 +212,19 @@ def read_target_weights(folder: Path, info: TargetInfo) -> TargetWeights:
                 next="quantised embeddings are not supported; use the unquantised checkpoint",
             )
     return TargetWeights(info, embed[: info.vocab_size], head[: info.vocab_size])
+
+
+def read_final_norm(folder: Path, info: TargetInfo) -> Tensor:
+    """Weight of the target's last RMSNorm, [W], as it is multiplied with. Raises ConfigError when there is none."""
+    names = _all_tensors(folder)
+    name = _pick(names, NORM_ENDINGS)
+    if name is None:
+        raise ConfigError(f"{folder}: no tensor named like model.{NORM_ENDINGS[0]}")
+    weight = _read(folder / names[name], name)
+    if weight.shape != (info.hidden_size,):
+        raise ConfigError(f"{folder}: {name} has shape {list(weight.shape)}, the config says [{info.hidden_size}]")
+    # Gemma stores the weight less one
+    return weight.float() + 1 if info.architecture.startswith(("Gemma2", "Gemma3For", "GemmaFor")) else weight
 
 
 def _read(file: Path, name: str) -> Tensor:

@@ -84,6 +84,9 @@ class Trainer:
             say=self._say,
         )
         self.plan = parts.plan
+        self.alignment = config.ttt.alignment or data.alignment
+        whose = "ttt.alignment" if config.ttt.alignment else "the data's"
+        self._say(f"rows trained: {self.alignment} ({whose})")
         self.model, prepared = self.accelerator.prepare(parts.model, make_optimizer(parts.model, config))
         self.optimizer: torch.optim.Optimizer = prepared.optimizer
         self.core = self.accelerator.unwrap_model(self.model)
@@ -135,9 +138,10 @@ class Trainer:
             self.data,
             max_sample_tokens=config.data.max_sample_tokens,
             steps=config.ttt.steps,
-            alignment=config.ttt.alignment,
+            alignment=self.alignment,
             reader_threads=config.batch.reader_threads,
         )
+        self.data.expect(self._reading_order())
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         steps = self.plan.steps(state.cursor, rank=rank, world=world, epochs=config.optim.epochs)
         with (
@@ -150,6 +154,13 @@ class Trainer:
             self._log.close()
         self.accelerator.end_training()
         return TrainReport(output, stopped, state, report, folder)
+
+    def _reading_order(self) -> list[int]:
+        """Samples as this run will first need them: the rest of the epoch, the held-out ones, what was used before."""
+        cursor = self.state.cursor
+        epoch = self.plan.epoch(cursor.epoch) if cursor.epoch < self.config.optim.epochs else []
+        batches = [*epoch[cursor.consumed :], *self.plan.holdout(), *epoch[: cursor.consumed]]
+        return [sample for batch in batches for sample in batch.samples]
 
     def _loop(self, loaded_steps: Prefetcher, pool: BufferPool) -> tuple[Stopped, HeldoutReport | None]:
         config, state = self.config, self.state

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
+from eagle3_data.capture import ALIGNMENTS, DEFAULT_ALIGNMENT, Alignment
 from eagle3_data.errors import ConfigError
 
 Loss = Literal["all-assistant", "last-turn"]
-Alignment = Literal["legacy", "input", "strict"]
 Thinking = Literal["auto", "on", "off", "template"]
 Reasoning = Literal["loss", "context", "drop"]
 Truncation = Literal["drop", "cut"]
@@ -24,8 +24,8 @@ class SampleSpec:
 
     loss: Loss = "all-assistant"
     """Which assistant turns are supervised."""
-    alignment: Alignment = "legacy"
-    """What the trainer does with the stored mask m by default: legacy m[t], input m[t+1], strict m[t+1] & m[t+2]."""
+    alignment: Alignment = DEFAULT_ALIGNMENT
+    """What the trainer does with the stored mask m unless told: strict m[t+1] & m[t+2], input m[t+1], legacy m[t]."""
     thinking: Thinking = "auto"
     """Mode told to templates that have a switch. auto: on for conversations with reasoning, off for the others;
     template: say nothing, so the template's own default holds."""
@@ -70,7 +70,7 @@ class SampleSpec:
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "loss": get_args(Loss),
-    "alignment": get_args(Alignment),
+    "alignment": ALIGNMENTS,
     "thinking": get_args(Thinking),
     "reasoning": get_args(Reasoning),
     "truncation": get_args(Truncation),

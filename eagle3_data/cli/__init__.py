@@ -19,7 +19,8 @@ COMMANDS = {
     "status": ("status", "status_command", "How far, how fast, alive or not."),
     "verify": ("verify", "verify_command", "Check every byte of a build."),
     "train": ("train", "train_command", "Train an EAGLE-3 draft on a build."),
-    "export": ("train", "export_command", "Write a trained draft for SGLang or vLLM."),
+    "export": ("train", "export_command", "Write a draft for SGLang or vLLM, samples for other trainers."),
+    "import": ("exchange", "import_command", "Take over drafts and states of SpecForge and speculators."),
     "evaluate": ("train", "evaluate_command", "Acceptance length in the real server."),
     "demo": ("demo", "demo_command", "The whole way in ten minutes on a CPU."),
 }

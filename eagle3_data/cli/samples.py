@@ -46,7 +46,7 @@ def samples_command(
     show: Annotated[int, typer.Option(help="Print this many samples with what is learnt in colour.")] = 0,
     audit: Annotated[Path | None, typer.Option(help="Write an HTML page about the samples.")] = None,
     loss: Annotated[str, typer.Option(help="'all-assistant' or 'last-turn'.")] = "all-assistant",
-    alignment: Annotated[str, typer.Option(help="Default for trainers: 'legacy', 'input' or 'strict'.")] = "legacy",
+    alignment: Annotated[str, typer.Option(help="Rows to train by default: 'strict', 'input' or 'legacy'.")] = "strict",
     thinking: Annotated[str, typer.Option(help="'auto', 'on', 'off' or 'template'.")] = "auto",
     reasoning: Annotated[str, typer.Option(help="Reasoning: in the 'loss', as 'context', or 'drop'.")] = "loss",
     max_tokens: Annotated[int | None, typer.Option(help="Longest sample in tokens.")] = None,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Optional, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Optional, get_args
 
 import typer
 import yaml
@@ -13,9 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle3_data import durable
+from eagle3_data.cli.exchange import export_samples
 from eagle3_data.errors import ConfigError, Eagle3Error
+from eagle3_data.manifest import MANIFEST
 from eagle3_data.train.config import TrainConfig, load_config, override, parse_config, read_yaml, to_yaml
 from eagle3_data.train.presets import PRESETS, preset_values
+
+if TYPE_CHECKING:
+    from eagle3_data.train.loader import Samples
 
 console = Console()
 OptionalPath = Optional[Path]  # noqa: UP045 - typer evaluates annotations on Python 3.10
@@ -29,12 +37,16 @@ def train_command(
         Optional[list[str]],  # noqa: UP045
         typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Single settings, over file and preset."),
     ] = None,
-    data: Annotated[OptionalPath, typer.Option(help="Folder of a build.")] = None,
+    data: Annotated[OptionalPath, typer.Option(help="Folder of a build, or a mirror: org/name or a URL.")] = None,
     out: Annotated[OptionalPath, typer.Option(help="Run folder; an interrupted run in it is continued.")] = None,
     target: Annotated[OptionalText, typer.Option(help="The target; default: the model the data names.")] = None,
     config: Annotated[OptionalPath, typer.Option(help="YAML file with all settings.")] = None,
     preset: Annotated[OptionalText, typer.Option(help=f"Start from: {', '.join(sorted(PRESETS))}.")] = None,
     minutes: Annotated[OptionalFloat, typer.Option(help="Stop after this much training time.")] = None,
+    server: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Patched server: samples that the build lacks are captured when training needs them."),
+    ] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and stop.")] = False,
 ) -> None:
     """Train an EAGLE-3 draft on a build, on one device.
@@ -52,7 +64,7 @@ def train_command(
     if print_config:
         print(to_yaml(settings), end="")
         return
-    _train(settings)
+    _train(settings, tuple(server or ()))
 
 
 def gather(
@@ -90,12 +102,37 @@ def gather(
 _REQUIRED = (("data", "data", "folder"), ("out", "run", "output"))
 
 
-def _train(settings: TrainConfig) -> None:
+def open_samples(folder: Path, servers: tuple[str, ...]) -> contextlib.AbstractContextManager[Samples]:
+    """The samples of a build folder or of a mirror; with servers those, too, that are still to be captured."""
     from eagle3_data.shards import ShardSet
+    from eagle3_data.shards.remote import RemoteShardSet
+
+    if servers:
+        from eagle3_data.builders.live import LiveSamples
+        from eagle3_data.builders.stored import recall
+
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "--server works with one process", next="on several: eagle3-data build to its end, then train"
+            )
+        return LiveSamples(replace(recall(folder), servers=servers), on_text=say)
+    local = (folder / MANIFEST).exists() or folder.is_absolute() or folder.is_dir()
+    return contextlib.nullcontext(ShardSet.open(folder) if local else RemoteShardSet.open(mirror_of(folder)))
+
+
+def mirror_of(folder: Path) -> str:
+    """`hf:/org/name`, as a path keeps it, back to a URL; `org/name` stays."""
+    text = str(folder)
+    scheme, colon, rest = text.partition(":/")
+    return f"{scheme}://{rest.lstrip('/')}" if colon else text
+
+
+def _train(settings: TrainConfig, servers: tuple[str, ...]) -> None:
     from eagle3_data.train.trainer import Trainer
 
-    trainer = Trainer(settings, ShardSet.open(settings.data.folder))
-    report = trainer.run()
+    with open_samples(settings.data.folder, servers) as samples:
+        trainer = Trainer(settings, samples)
+        report = trainer.run()
     if not trainer.accelerator.is_main_process:
         return
     table = Table(title=f"{report.stopped} after {report.state.step:,} steps", show_header=False)
@@ -110,9 +147,9 @@ def _train(settings: TrainConfig) -> None:
 
 
 def export_command(
-    source: Annotated[Path, typer.Argument(help="Run folder (its best checkpoint) or one checkpoint.")],
+    source: Annotated[Path, typer.Argument(help="Run folder (its best checkpoint), one checkpoint, or a build.")],
     out: Annotated[OptionalPath, typer.Option(help="Folder to write. Default: SOURCE/export.")] = None,
-    to: Annotated[str, typer.Option(help="sglang or vllm.")] = "sglang",
+    to: Annotated[str, typer.Option(help="sglang or vllm; for a build specforge or speculators.")] = "sglang",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     target: Annotated[OptionalText, typer.Option(help="The target's name where it will be served.")] = None,
     draft_tokens: Annotated[int, typer.Option(help="Draft tokens per step, in the printed command.")] = 3,
@@ -120,11 +157,16 @@ def export_command(
 ) -> None:
     """Write a trained draft as SGLang or vLLM load it, checked for what the engine would reject.
 
+    Of a build: its samples in SpecForge's or speculators' form, for their trainers.
+
     Example: eagle3-data export run --to vllm --out kimi-k2.5-eagle3
     """
     from eagle3_data.train.engines import Engine
     from eagle3_data.train.export import DTYPES, export_draft
 
+    if (source / MANIFEST).exists():
+        export_samples(source, out or source / "export", to=to, target=target)
+        return
     if to not in get_args(Engine):
         raise ConfigError(f"--to {to!r} is not one of {', '.join(get_args(Engine))}")
     if dtype not in DTYPES:

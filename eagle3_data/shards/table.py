@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from eagle3_data.capture import CaptureSpec
+from eagle3_data.capture import Alignment, CaptureSpec
 from eagle3_data.errors import ConfigError
 from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
@@ -44,6 +44,9 @@ class SampleTable(abc.ABC):
         the data set does not have.
         """
 
+    def expect(self, samples: Sequence[int]) -> None:  # noqa: B027 - nothing to do is right for most
+        """Told by a reader what it will read, in order. All samples are here, so there is nothing to do."""
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -55,6 +58,10 @@ class SampleTable(abc.ABC):
     @property
     def capture(self) -> CaptureSpec:
         return self.manifest.spec
+
+    @property
+    def alignment(self) -> Alignment:
+        return self.manifest.alignment
 
     @property
     def fingerprint(self) -> str:

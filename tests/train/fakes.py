@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3_data.capture import CaptureSpec
+from eagle3_data.capture import Alignment, CaptureSpec
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 
 
@@ -18,6 +18,7 @@ class MemorySamples:
     capture: CaptureSpec
     samples: list[dict[str, Tensor]]
     fingerprint: str = "memory"
+    alignment: Alignment = "strict"
     reads: dict[str, int] = field(default_factory=dict)
     """Column -> times it was read, to show what training touches."""
 
@@ -27,6 +28,9 @@ class MemorySamples:
     @property
     def keys(self) -> list[str]:
         return [f"sample{i:06d}" for i in range(len(self.samples))]
+
+    def expect(self, samples: Sequence[int]) -> None:
+        pass
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -63,25 +67,34 @@ def random_samples(
 def target_samples(
     model_folder: str, prompts: Sequence[Sequence[int]], *, answer_tokens: int, layers: tuple[int, ...]
 ) -> MemorySamples:
-    """Greedy answers of the target and its own states, as the server would capture them (float32)."""
+    """Greedy answers of the target and its own states, as the server would capture them (float32).
+
+    The prompts have one length.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    samples = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
-        ids = model.generate(ids, max_new_tokens=answer_tokens, min_new_tokens=answer_tokens, do_sample=False)
-        out = model(ids, output_hidden_states=True)
-        mask = torch.zeros(ids.shape[1], dtype=torch.uint8)
-        mask[len(prompt) :] = 1
-        samples.append(
-            {
-                IDS: ids[0].to(torch.int32),
-                MASK: mask,
-                AUX: torch.cat([out.hidden_states[layer + 1][0] for layer in layers], dim=-1),
-                LAST: out.hidden_states[-1][0],
-            }
-        )
+    # prompts of one length go through the model together
+    ids = torch.tensor([list(prompt) for prompt in prompts])
+    ids = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=answer_tokens,
+        min_new_tokens=answer_tokens,
+        do_sample=False,
+    )
+    out = model(ids, output_hidden_states=True)
+    mask = torch.zeros(ids.shape[1], dtype=torch.uint8)
+    mask[ids.shape[1] - answer_tokens :] = 1
+    samples = [
+        {
+            IDS: ids[i].to(torch.int32),
+            MASK: mask.clone(),
+            AUX: torch.cat([out.hidden_states[layer + 1][i] for layer in layers], dim=-1),
+            LAST: out.hidden_states[-1][i].clone(),
+        }
+        for i in range(len(prompts))
+    ]
     config = model.config
     capture = CaptureSpec(
         model=model_folder, layers=layers, width=config.hidden_size, dtype="float32", vocab_size=config.vocab_size

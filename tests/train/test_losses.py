@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle3_data.capture import Alignment
 from eagle3_data.train.alignment import row_masks
-from eagle3_data.train.config import Alignment, Denominator, LossConfig, LossKind
+from eagle3_data.train.config import Denominator, LossConfig, LossKind
 from eagle3_data.train.losses import StepMetrics, draft_loss, step_weights, total_loss
 from eagle3_data.train.teacher import Teacher
 from tests.train.test_ttt import target_info

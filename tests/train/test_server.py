@@ -3,96 +3,93 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from eagle3_data.train.eval_prompts import EvalPrompt
+from eagle3_data.protocol import IDS
+from eagle3_data.train.config import DataConfig
+from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts
 from eagle3_data.train.evaluate import EvalConfig, EvalReport, Measured, evaluate_draft, measure_plain
 from eagle3_data.train.export import export_draft
+from eagle3_data.train.plan import split_samples
 from eagle3_data.train.trainer import Trainer, TrainReport
 from tests.train.conftest import MakeConfig
 from tests.train.fakes import MemorySamples, target_samples
 
 pytestmark = pytest.mark.server
 
-DRAFT_TOKENS = 5
-ANSWER = 32
-PROMPTS = [[random.Random(seed).randrange(10, 700) for _ in range(20)] for seed in range(2)]
-LEARNT = 0
-"""The prompt that the draft is overfitted to."""
+ALL_STEPS = 7
+ANSWER = 1 + 4 * (ALL_STEPS + 1)
+"""One token of the prefill, and four verifications of a draft that is always right."""
+HOLDOUT = 0.2
+PROMPTS = [[random.Random(seed).randrange(10, 700) for _ in range(20)] for seed in range(20)]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Conversations, which of them are held out, and what the server answers without a draft."""
+
+    data: MemorySamples
+    learnt: int
+    """A training conversation."""
+    heldout: list[int]
+    prompts: list[EvalPrompt]
+    """The learnt one's, then the held-out ones'."""
+    plain: Measured
+    config: EvalConfig
 
 
 @pytest.fixture(scope="module")
-def eval_config(sharp_target: Path) -> EvalConfig:
-    return EvalConfig(
-        target=str(sharp_target), draft_tokens=DRAFT_TOKENS, max_new_tokens=ANSWER, device="cpu", dtype="float32"
-    )
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[EvalPrompt]:
-    return [EvalPrompt(str(i), "learnt" if i == LEARNT else "new", tuple(ids)) for i, ids in enumerate(PROMPTS)]
-
-
-@pytest.fixture(scope="module")
-def plain(eval_config: EvalConfig, prompts: list[EvalPrompt]) -> Measured:
-    return measure_plain(prompts, eval_config)
-
-
-@pytest.fixture
-def learnt(sharp_target: Path, make_config: MakeConfig) -> tuple[MemorySamples, TrainReport]:
-    """Trained on one conversation alone, and evaluated on it."""
+def asked(sharp_target: Path) -> Asked:
     data = target_samples(str(sharp_target), PROMPTS, answer_tokens=ANSWER, layers=(1, 3, 4))
-    one = MemorySamples(data.capture, [data.samples[LEARNT]] * 2)
+    split = split_samples(data.keys, data.tokens, DataConfig(folder=Path("unused"), holdout_share=HOLDOUT), seed=0)
+    learnt, heldout = int(split.train[0]), split.holdout.tolist()
+    prompts = [replace(prompt, category="learnt") for prompt in heldout_prompts(data, [learnt], limit=None)]
+    prompts += [replace(prompt, category="new") for prompt in heldout_prompts(data, heldout, limit=None)]
+    config = EvalConfig(target=str(sharp_target), max_new_tokens=ANSWER, device="cpu", dtype="float32")
+    plain = measure_plain(prompts, config)
+    for sample, answer in zip([learnt, *heldout], plain.answers, strict=True):
+        assert list(answer.output_ids) == data.samples[sample][IDS][-ANSWER:].tolist()  # recorded as it is served
+    return Asked(data, learnt, heldout, prompts, plain, config)
+
+
+def served(trained: TrainReport, out: Path, asked: Asked, *, draft_tokens: int) -> EvalReport:
+    export_draft(trained.output, out, dtype="float32", draft_tokens=draft_tokens)
+    report = evaluate_draft(out, asked.prompts, replace(asked.config, draft_tokens=draft_tokens), plain=asked.plain)
+    assert report.equal_answers == len(asked.prompts)  # greedy output with the draft equals greedy output without
+    return report
+
+
+def test_a_draft_overfitted_to_one_conversation_is_always_right_on_it(
+    asked: Asked, sharp_target: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    one = MemorySamples(asked.data.capture, [asked.data.samples[asked.learnt]] * 2)
     config = make_config(
-        f"ttt.steps={DRAFT_TOKENS}",
-        f"run.simulate_draft_tokens={DRAFT_TOKENS}",
-        "data.holdout_share=0.5",
+        f"ttt.steps={ALL_STEPS}",
+        f"run.simulate_draft_tokens={ALL_STEPS}",
+        "data.holdout_share=0.5",  # the same conversation
         "batch.batches_per_step=1",
         "optim.lr=0.004",
         "optim.epochs=120",
         "run.eval_every_steps=1000",
         target=sharp_target,
     )
-    return data, Trainer(config, one).run()
-
-
-def evaluate(run: Path, out: Path, config: EvalConfig, prompts: list[EvalPrompt], plain: Measured) -> EvalReport:
-    export_draft(run, out, dtype="float32", draft_tokens=DRAFT_TOKENS)
-    return evaluate_draft(out, prompts, config, plain=plain)
-
-
-def test_an_overfitted_draft_is_accepted_as_the_simulation_says(
-    learnt: tuple[MemorySamples, TrainReport],
-    tmp_path: Path,
-    eval_config: EvalConfig,
-    prompts: list[EvalPrompt],
-    plain: Measured,
-) -> None:
-    data, trained = learnt
+    trained = Trainer(config, one).run()
     assert trained.heldout is not None
-    report = evaluate(trained.output, tmp_path / "export", eval_config, prompts, plain)
-    for answer in plain.answers:  # our recorded answers are the server's
-        assert list(answer.output_ids) == data.samples[int(answer.prompt.id)]["input_ids"][-ANSWER:].tolist()
-    assert report.equal_answers == len(prompts)  # greedy output with the draft equals greedy output without
-    served, simulated = report.by_category["learnt"].acceptance_length, trained.heldout.acceptance_length
-    assert served > 4
-    assert served == pytest.approx(simulated, rel=0.1)
-    assert report.by_category["new"].verifications > 0
+    walk = trained.heldout.walk
+    assert (walk.accepted, walk.verifications) == (ALL_STEPS * 4, 4)  # 7 of 7, every time
+    report = served(trained, tmp_path / "export", asked, draft_tokens=ALL_STEPS)
+    length = report.by_category["learnt"].acceptance_length
+    assert length > 4
+    assert length == pytest.approx(walk.acceptance_length, rel=0.1)
 
 
-def test_an_untrained_draft_changes_no_answer(
-    sharp_target: Path,
-    make_config: MakeConfig,
-    tmp_path: Path,
-    eval_config: EvalConfig,
-    prompts: list[EvalPrompt],
-    plain: Measured,
+def test_a_draft_is_accepted_on_heldout_prompts_as_the_simulation_says(
+    asked: Asked, sharp_target: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     """With every switch on, and a draft of another shape than the target's."""
-    data = target_samples(str(sharp_target), PROMPTS[:2], answer_tokens=4, layers=(1, 3, 4))
     config = make_config(
         "draft.fc_norm=true",
         "draft.norm_output=true",
@@ -100,13 +97,17 @@ def test_an_untrained_draft_changes_no_answer(
         "draft.num_key_value_heads=1",
         "draft.head_dim=32",
         "draft.intermediate_size=96",
-        "draft.head_init=random",
-        "draft.fc_init=random",
-        "optim.max_steps=1",
+        f"data.holdout_share={HOLDOUT}",
+        "batch.micro_batch_tokens=512",
+        "batch.batches_per_step=1",
+        "optim.lr=0.004",
+        "optim.epochs=40",
+        "run.eval_every_steps=1000",
         target=sharp_target,
     )
-    trained = Trainer(config, data).run()
-    short = replace(eval_config, draft_tokens=3)
-    report = evaluate(trained.output, tmp_path / "export", short, prompts, plain)
-    assert report.equal_answers == len(prompts)
-    assert report.overall.acceptance_length < 2
+    trained = Trainer(config, asked.data).run()
+    assert trained.heldout is not None
+    report = served(trained, tmp_path / "export", asked, draft_tokens=3)
+    new = report.by_category["new"]
+    assert new.verifications < new.tokens - len(asked.heldout)  # the draft is of use on what it never saw
+    assert new.acceptance_length == pytest.approx(trained.heldout.acceptance_length, rel=0.1)

@@ -12,12 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.errors import ConfigError, TrainingError
+from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import LAST
+from eagle3_data.shards import ShardSet
 from eagle3_data.train.checkpoint import DRAFT, OPTIMIZER, TrainState, checkpoints, read_draft
 from eagle3_data.train.config import load_config
 from eagle3_data.train.export import export_draft
 from eagle3_data.train.trainer import Trainer, TrainReport
+from tests.builds import make_build
 from tests.train.conftest import MakeConfig
 from tests.train.fakes import MemorySamples, random_samples
 
@@ -196,3 +200,25 @@ def test_no_pickle_anywhere(make_config: MakeConfig, data: MemorySamples) -> Non
 def test_state_refuses_unknown_fields() -> None:
     with pytest.raises(ValueError, match="unknown field"):
         TrainState.from_json('{"steps": 3}')
+
+
+def test_the_rows_are_those_that_the_data_says_unless_told(
+    make_config: MakeConfig, data: MemorySamples, tmp_path: Path
+) -> None:
+    """One default for makers and trainers; what a maker chose travels in the manifest."""
+    make_build(tmp_path / "build", lengths=LENGTHS)
+    manifest = Manifest.load(tmp_path / "build")
+    assert ShardSet.open(tmp_path / "build").alignment == SampleSpec().alignment == "strict"
+    manifest.model_copy(update={"samples": SampleSpec(alignment="legacy").to_dict()}).save(tmp_path / "build")
+    stored = ShardSet.open(tmp_path / "build")
+    assert stored.alignment == "legacy"
+    data.alignment = stored.alignment
+    rows = {}
+    for told in ("null", "strict"):
+        output = tmp_path / told
+        Trainer(make_config(f"ttt.alignment={told}", "optim.epochs=1", "run.log_every_s=0", output=output), data).run()
+        rows[told] = sum(line.get("train/rows_2", 0) for line in log_of(output))
+    assert rows["strict"] < rows["null"]  # legacy also trains late steps that begin before the answer
+    manifest.model_copy(update={"samples": {"alignment": "eagle"}}).save(tmp_path / "build")
+    with pytest.raises(ConfigError, match="alignment 'eagle'"):
+        _ = ShardSet.open(tmp_path / "build").alignment

@@ -19,6 +19,7 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.builder import Key
 
 from eagle3_data.builders.exports import refuse_exports
+from eagle3_data.builders.mapping import teach_map
 from eagle3_data.builders.recipe import Recipe
 from eagle3_data.builders.tensors import Place, StateTensor
 from eagle3_data.capture import CaptureSpec
@@ -44,6 +45,7 @@ AHEAD = 32
 """Rows that a stream names to the reader before they are asked for; how many are fetched is the reader's budget."""
 
 refuse_exports()
+teach_map()
 
 
 @dataclass
@@ -102,10 +104,20 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):
 
     def _info(self) -> datasets.DatasetInfo:
         summary = self.RECIPE.summary if self.RECIPE else "A build of eagle3-data."
+        known = self._known()
+        capture = known.spec if known else self.RECIPE.capture if self.RECIPE else None
+        info = datasets.DatasetInfo(description=summary, features=self._features(capture, None) if capture else None)
+        if known is not None and known.state == "complete":
+            size = datasets.SplitInfo(known.split, num_bytes=known.nbytes, num_examples=known.saved)
+            info.splits = datasets.SplitDict({known.split: size}, dataset_name=self.dataset_name)
+        return info
+
+    def _known(self) -> Manifest | None:
+        """Of the build or mirror at hand; nothing is generated to find out."""
         local = self._local_build(self.config)
-        capture = Manifest.load(local).spec if local else self.RECIPE.capture if self.RECIPE else None
-        features = self._features(capture, None) if capture else None
-        return datasets.DatasetInfo(description=summary, features=features)
+        if local is not None:
+            return Manifest.load(local)
+        return self._mirror(self.config).manifest if self.config.mirror is not None else None
 
     def _features(self, capture: CaptureSpec, place: Place | None) -> datasets.Features:
         index = {name: datasets.Value(dtype) for name, dtype in META.items()}

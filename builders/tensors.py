@@ -20,6 +20,7 @@ import torch
 from datasets.features.features import register_feature
 
 from eagle3_data.errors import ConfigError
+from eagle3_data.protocol import IDS, MASK
 from eagle3_data.shards.ahead import ReadAhead
 from eagle3_data.shards.cache import CacheConfig
 from eagle3_data.shards.reader import ShardSet
@@ -107,8 +108,17 @@ class StateTensor:
                 return int(row)
         elif hasattr(value, "__index__"):
             return int(value)
-        raise ConfigError(
-            f"column {self.name} holds states that lie in shards; a changed tensor cannot go there",
+        raise self._refusal()
+
+    def cast_storage(self, storage: pa.Array) -> pa.Array:
+        """Row numbers stay; anything else would be a copy of states. Raises ConfigError."""
+        if pa.types.is_integer(storage.type) or pa.types.is_null(storage.type):
+            return storage.cast(self.pa_type)
+        raise self._refusal()
+
+    def _refusal(self) -> ConfigError:
+        return ConfigError(
+            f"column {self.name} holds tensors that lie in shards; a changed one cannot go there",
             next="return it under another name, or change it after loading (in the collate function)",
         )
 
@@ -121,6 +131,8 @@ class StateTensor:
             tensor = place.ahead().take(row, self.name)
         else:
             tensor = place.table().read(row, (self.name,))[self.name]
+            if self.name in (IDS, MASK):
+                tensor = tensor.clone()  # small, and people change them in place
         setattr(tensor, ORIGIN, (self.content_id, self.name, row))
         return tensor
 

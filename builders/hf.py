@@ -19,7 +19,7 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.builder import Key
 
 from eagle3_data.builders.exports import refuse_exports
-from eagle3_data.builders.mapping import teach_map
+from eagle3_data.builders.mapping import teach_filter, teach_map
 from eagle3_data.builders.recipe import Recipe
 from eagle3_data.builders.tensors import Place, StateTensor
 from eagle3_data.capture import CaptureSpec
@@ -46,6 +46,7 @@ AHEAD = 32
 
 refuse_exports()
 teach_map()
+teach_filter()
 
 
 @dataclass

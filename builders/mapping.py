@@ -1,7 +1,8 @@
-"""`Dataset.map` over our columns: a column that a function only looked at stays a row number.
+"""`Dataset.map` and `filter` over our columns: only what a function looks at is read, and it stays a row number.
 
-`datasets` writes every column that a function has looked at anew; for ours that would copy the states into the Arrow
-cache. So the function is wrapped: what it looked at and did not change is put back as it was.
+`map` writes every column that its function has looked at anew; for ours that would copy the states into the Arrow
+cache, so what was looked at and not changed is put back as it was. `filter` shows its function whole rows, which
+would read every state; it gets rows that read on access, as those of `map` do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import datasets
-from datasets.formatting.formatting import LazyDict
+from datasets.formatting.formatting import LazyDict, LazyRow
 
 from eagle3_data.builders.tensors import ORIGIN, StateTensor
 
@@ -47,6 +48,55 @@ def _unchanged(value: Any, name: str) -> bool:
 def _rows(value: Any) -> Any:
     rows = [int(getattr(one, ORIGIN)[2]) for one in (value if isinstance(value, list) else [value])]
     return rows if isinstance(value, list) else rows[0]
+
+
+@dataclass(frozen=True)
+class EachRow:
+    """A filter function of one row, over the rows of a batch. Pickles and hashes as the function."""
+
+    function: Callable[..., Any]
+    with_indices: bool
+    with_rank: bool
+
+    def __call__(self, batch: LazyDict, *more: Any, **kwargs: Any) -> list[bool]:
+        indices = more[0] if self.with_indices else None
+        rank = more[-1:] if self.with_rank else ()
+        return [
+            self.function(
+                LazyRow(batch.pa_table.slice(i, 1), batch.formatter),
+                *(() if indices is None else (indices[i],)),
+                *rank,
+                **kwargs,
+            )
+            for i in range(batch.pa_table.num_rows)
+        ]
+
+
+def teach_filter() -> None:
+    """Wrap `datasets.Dataset.filter`, for data sets with our columns alone."""
+    original = datasets.Dataset.filter
+    if getattr(original, "_eagle3_data", False):
+        return
+
+    @functools.wraps(original)
+    def filter_(
+        self: Any,
+        function: Callable[..., Any] | None = None,
+        with_indices: bool = False,
+        with_rank: bool = False,
+        input_columns: Any = None,
+        batched: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        ours = any(isinstance(kind, StateTensor) for kind in self.features.values())
+        plain = self.format["type"] is None and input_columns is None and not batched and function is not None
+        if ours and plain and not inspect.iscoroutinefunction(function):
+            function, batched = EachRow(function, with_indices, with_rank), True
+        return original(self, function, with_indices, with_rank, input_columns, batched, *args, **kwargs)
+
+    filter_._eagle3_data = True  # type: ignore[attr-defined]
+    datasets.Dataset.filter = filter_
 
 
 def teach_map() -> None:

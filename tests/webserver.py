@@ -41,6 +41,10 @@ class FolderServer:
         self.sent = 0
         self.fault: Callable[[Asked, int], Fault | None] = lambda asked, number: None
         self.redirect: Callable[[str], str | None] = lambda path: None
+        self.headers: dict[str, str] = {}
+        """Added to every file."""
+        self.strip: Callable[[str], str] = lambda path: path.lstrip("/")
+        """Path of a request -> file in the folder."""
         self._lock = threading.Lock()
         outer = self
 
@@ -79,7 +83,7 @@ class FolderServer:
         if fault is not None and fault.status:
             self._plain(request, fault.status, fault.headers)
             return
-        path = self.folder / request.path.split("?")[0].lstrip("/")
+        path = self.folder / self.strip(request.path.split("?")[0])
         if not path.is_file():
             self._plain(request, 404, {})
             return
@@ -94,7 +98,8 @@ class FolderServer:
             return
         part = data[asked.start : asked.end] if ranged else data
         request.send_response(206 if ranged else 200)
-        request.send_header("Content-Length", str(len(part)))
+        for name, value in {"Content-Length": str(len(part)), **self.headers}.items():
+            request.send_header(name, value)
         if ranged:
             request.send_header("Content-Range", f"bytes {asked.start}-{asked.start + len(part) - 1}/{len(data)}")
         request.end_headers()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import mmap
 import os
 import struct
@@ -17,7 +16,7 @@ import torch
 from eagle3_data.errors import ShardCorrupt
 from eagle3_data.manifest import Manifest
 from eagle3_data.shards.index import read_index
-from eagle3_data.shards.layout import HEADER_BYTES
+from eagle3_data.shards.layout import HEADER_BYTES, load_object
 from eagle3_data.shards.table import SampleTable
 
 TORCH_DTYPES = {
@@ -40,12 +39,9 @@ def _read_header(data: bytes | bytearray | memoryview, nbytes: int) -> tuple[dic
     if size > min(MAX_HEADER_BYTES, nbytes - 8, len(data) - 8):
         raise ShardCorrupt(f"safetensors header claims {size} bytes in a member of {nbytes}")
     try:
-        header = json.loads(bytes(data[8 : 8 + size]))
+        return load_object(bytes(data[8 : 8 + size])), size
     except ValueError as error:
-        raise ShardCorrupt(f"safetensors header is malformed: {error!r}") from error
-    if not isinstance(header, dict):
-        raise ShardCorrupt("safetensors header is not a JSON object")
-    return header, size
+        raise ShardCorrupt(f"safetensors header is malformed: {error}") from error
 
 
 def read_metadata(data: bytes | memoryview) -> dict[str, str]:
@@ -58,10 +54,12 @@ def read_metadata(data: bytes | memoryview) -> dict[str, str]:
 
 def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, str, str, list[int]]:
     """(start, end, name, dtype, shape) of one tensor. Raises KeyError, ValueError, TypeError."""
-    low, high = (int(offset) for offset in entry["data_offsets"])
+    (low, high), shape = entry["data_offsets"], entry["shape"]
+    if not all(type(number) is int for number in (low, high, *shape)):
+        raise ValueError(f"offsets and shape of {name} are not whole numbers")
     if entry["dtype"] not in TORCH_DTYPES:
         raise ValueError(f"dtype {entry['dtype']!r} of {name}")
-    return low, high, name, str(entry["dtype"]), [int(n) for n in entry["shape"]]
+    return low, high, name, str(entry["dtype"]), list(shape)
 
 
 def parse_header(data: bytes | bytearray | memoryview, nbytes: int) -> Layout:

@@ -6,7 +6,7 @@ OUT ?= demo
 PIP = $(BIN)/pip --disable-pip-version-check --quiet
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-quick server-0.5.14 lint format clean
+.PHONY: demo test test-quick fuzz server-0.5.14 lint format clean
 
 demo: $(READY) ## the whole way on a real model: serve, answer, capture, verify, load, train, evaluate
 	$(BIN)/eagle3-data demo --out $(OUT)
@@ -16,6 +16,9 @@ test: $(READY) ## all tests, the real SGLang server on the CPU included
 
 test-quick: $(READY) ## without the server
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not server"
+
+fuzz: $(READY) ## damage shards for SECONDS (default 60), and look for one that is believed
+	$(BIN)/python -m tests.shards.test_hostile $(SECONDS)
 
 lint: $(READY) ## ruff, and mypy --strict on the package as it is installed
 	$(BIN)/ruff check .

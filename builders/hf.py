@@ -7,7 +7,6 @@ read by mmap when a row is asked for, so no byte is stored twice.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,25 +18,35 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 from datasets.builder import Key
 
+from eagle3_data.builders.exports import refuse_exports
+from eagle3_data.builders.mapping import teach_filter, teach_map
 from eagle3_data.builders.recipe import Recipe
+from eagle3_data.builders.tensors import Place, StateTensor
+from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import ConfigError, DatasetUnavailable
 from eagle3_data.loading import build_home
 from eagle3_data.manifest import MANIFEST, Manifest
+from eagle3_data.shards.cache import CacheConfig
 from eagle3_data.shards.reader import ShardSet
 from eagle3_data.shards.remote import RemoteShardSet
+from eagle3_data.shards.sources import Access
+from eagle3_data.shards.table import SampleTable
 
-ROWS = datasets.Features(
-    {
-        "key": datasets.Value("string"),
-        "id": datasets.Value("string"),
-        "shard": datasets.Value("string"),
-        "tokens": datasets.Value("int32"),
-        "supervised": datasets.Value("int32"),
-        "next_token": datasets.Value("int32"),
-        "row": datasets.Value("int64"),
-    }
-)
-META = ("key", "id", "tokens", "supervised", "next_token")
+META = {
+    "key": "string",
+    "id": "string",
+    "shard": "string",
+    "tokens": "int32",
+    "supervised": "int32",
+    "next_token": "int32",
+}
+"""Columns of the index that become columns of the data set, as they are."""
+AHEAD = 32
+"""Rows that a stream names to the reader before they are asked for; how many are fetched is the reader's budget."""
+
+refuse_exports()
+teach_map()
+teach_filter()
 
 
 @dataclass
@@ -54,37 +63,37 @@ class Eagle3Config(datasets.BuilderConfig):  # type: ignore[misc]  # datasets ha
     """Conversation files, for generation."""
     model: str | None = None
     """Tokenizer of the target, for generation; default: the recipe's model."""
-    columns: tuple[str, ...] | None = None
-    """Tensors to read; None: all."""
+    columns: str | tuple[str, ...] | None = None
+    """Tensors to have as columns; None: all, (): the index alone."""
+    encoding: str | None = None
+    """How generation stores the states; a build that exists keeps its own, and is decoded when it is read."""
+    shard_cache: str | None = None
+    """Folder that keeps shards of a mirror; None: samples are read by ranges."""
+    shard_cache_bytes: int = 100 << 30
+    """At most this many bytes there; the shard whose last use is oldest goes first."""
+
+    def place(self, location: str, content_id: str, access: Access) -> Place:
+        cache = str(Path(self.shard_cache).absolute()) if self.shard_cache else ""
+        return Place(location, content_id, cache, self.shard_cache_bytes if cache else 0, access)
+
+    def tensors(self, capture: CaptureSpec, place: Place | None) -> dict[str, StateTensor]:
+        """The tensor columns, in file order. Raises ConfigError for a name that is none."""
+        known = {name: dtype for name, dtype, _ in capture.tensors(1)}
+        asked = (self.columns,) if isinstance(self.columns, str) else self.columns
+        for name in asked or ():
+            if name not in known:
+                raise ConfigError(f"no column {name!r}; the tensors are {', '.join(known)}")
+        return {
+            name: place.column(name, dtype) if place else StateTensor(name, dtype)
+            for name, dtype in known.items()
+            if asked is None or name in asked
+        }
 
 
 @lru_cache(maxsize=16)
-def open_shards(location: str, content_id: str) -> ShardSet | RemoteShardSet:
-    """`location`: folder or mirror. `content_id` keeps a grown or replaced build from being served from this cache."""
-    return RemoteShardSet.open(location) if is_mirror(location) else ShardSet.open(location)
-
-
-def is_mirror(location: str) -> bool:
-    return not Path(location).is_absolute()
-
-
-@dataclass(frozen=True)
-class LazyTensors:
-    """Transform of the index rows into samples; pickles as two strings and a tuple."""
-
-    location: str
-    content_id: str
-    columns: tuple[str, ...] | None
-
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        if "row" not in batch:
-            return batch  # a single index column was asked for
-        shards = open_shards(self.location, self.content_id)
-        samples = [shards.read(row, self.columns) for row in batch["row"]]
-        out: dict[str, list[Any]] = {name: batch[name] for name in META if name in batch}
-        for name in samples[0] if samples else ():
-            out[name] = [sample[name] for sample in samples]
-        return out
+def open_mirror(mirror: str, revision: str | None, cache: CacheConfig | None, access: Access) -> RemoteShardSet:
+    """One look at manifest and index for the several steps of one `load_dataset`."""
+    return RemoteShardSet.open(mirror, revision, cache=cache, access=access)
 
 
 class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc]  # datasets has no types
@@ -97,7 +106,24 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc]  # da
 
     def _info(self) -> datasets.DatasetInfo:
         summary = self.RECIPE.summary if self.RECIPE else "A build of eagle3-data."
-        return datasets.DatasetInfo(description=summary, features=ROWS)
+        known = self._known()
+        capture = known.spec if known else self.RECIPE.capture if self.RECIPE else None
+        info = datasets.DatasetInfo(description=summary, features=self._features(capture, None) if capture else None)
+        if known is not None and known.state == "complete":
+            size = datasets.SplitInfo(known.split, num_bytes=known.nbytes, num_examples=known.saved)
+            info.splits = datasets.SplitDict({known.split: size}, dataset_name=self.dataset_name)
+        return info
+
+    def _known(self) -> Manifest | None:
+        """Of the build or mirror at hand; nothing is generated to find out."""
+        local = self._local_build(self.config)
+        if local is not None:
+            return Manifest.load(local)
+        return self._mirror(self.config).manifest if self.config.mirror is not None else None
+
+    def _features(self, capture: CaptureSpec, place: Place | None) -> datasets.Features:
+        index = {name: datasets.Value(dtype) for name, dtype in META.items()}
+        return datasets.Features({**index, **self.config.tensors(capture, place)})
 
     def _create_builder_config(self, *args: Any, **kwargs: Any) -> tuple[Eagle3Config, str]:
         """The content joins the cache key: another content, another Arrow index."""
@@ -105,7 +131,17 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc]  # da
         found = self._local_build(config)
         if found is not None:
             config_id = f"{config_id}-{Manifest.load(found).content_id}"
+        elif config.mirror is not None:
+            config_id = f"{config_id}-{self._mirror(config).manifest.content_id}"
         return config, config_id
+
+    def _mirror(self, config: Eagle3Config) -> RemoteShardSet:
+        assert config.mirror is not None
+        cache = CacheConfig(Path(config.shard_cache), config.shard_cache_bytes) if config.shard_cache else None
+        return open_mirror(config.mirror, config.revision, cache, self._access())
+
+    def _access(self) -> Access:
+        return Access.of(getattr(self, "token", None), getattr(self, "storage_options", None))
 
     def _local_build(self, config: Eagle3Config) -> Path | None:
         """A folder with sealed shards: `data_dir`, else the cache."""
@@ -117,25 +153,25 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc]  # da
             folder = build_home(self.dataset_name)
         return folder.resolve() if (folder / MANIFEST).exists() else None
 
-    def _locate(self) -> tuple[str, str]:
-        """(location, content id) of what will be read. Raises DatasetUnavailable naming the three ways."""
+    def _locate(self) -> tuple[str, SampleTable]:
+        """(location, what is there). Raises DatasetUnavailable naming the three ways."""
         config: Eagle3Config = self.config
         local = self._local_build(config)
         if local is not None and (config.server is None or Manifest.load(local).state == "complete"):
-            manifest = Manifest.load(local)
-            if not manifest.shards:
+            shards = ShardSet.open(local)
+            if not shards.manifest.shards:
                 raise DatasetUnavailable(f"{local} has no sealed shard yet", next=f"eagle3-data status {local}")
-            self._check(manifest, str(local))
-            return str(local), manifest.content_id
+            self._check(shards.manifest, str(local))
+            return str(local), shards
         if config.mirror is not None:
-            shards = RemoteShardSet.open(config.mirror, config.revision)
-            self._check(shards.manifest, config.mirror)
-            return shards.url, shards.manifest.content_id
+            mirror = self._mirror(config)
+            self._check(mirror.manifest, config.mirror)
+            return mirror.url, mirror
         if config.server is not None:
             from eagle3_data.builders.generate import generate
 
-            folder = generate(self.RECIPE, config, build_home(self.dataset_name))
-            return str(folder), Manifest.load(folder).content_id
+            folder = generate(self.RECIPE, config, build_home(self.dataset_name)).resolve()
+            return str(folder), ShardSet.open(folder)
         raise DatasetUnavailable(
             f"{self.dataset_name}: no build, no mirror and no server at hand",
             next=(
@@ -159,16 +195,17 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc]  # da
                     f"expected {getattr(want, field)}"
                 )
 
+    def _open(self) -> tuple[Place, SampleTable]:
+        """Find the data and let the columns read there. Everything that looks at rows begins with this."""
+        location, table = self._locate()
+        place = self.config.place(location, table.fingerprint, self._access())
+        self.info.features = self._features(table.capture, place)
+        return place, table
+
     def _split_generators(self, dl_manager: Any) -> list[datasets.SplitGenerator]:
-        location, content_id = self._locate()
-        shards = open_shards(location, content_id)
-        names = [row.name for row in shards.manifest.shards]
-        return [
-            datasets.SplitGenerator(
-                name=shards.manifest.split,
-                gen_kwargs={"shards": names, "location": location, "content_id": content_id},
-            )
-        ]
+        place, table = self._open()
+        names = [row.name for row in table.manifest.shards]
+        return [datasets.SplitGenerator(name=table.manifest.split, gen_kwargs={"shards": names, "place": place})]
 
     def _prepare_split(
         self,
@@ -178,47 +215,53 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc]  # da
         max_shard_size: int | str | None = None,
     ) -> None:
         """Write the index in the one file that `datasets` will read: seconds at any size, so nothing to parallelise."""
-        location = split_generator.gen_kwargs["location"]
-        shards = open_shards(location, split_generator.gen_kwargs["content_id"])
-        table = index_rows(shards)
+        if file_format != "arrow":
+            raise ConfigError(
+                f"file_format={file_format!r} would copy the index without its states",
+                next="read the build's own folder: its tar shards are the portable format",
+            )
+        table = split_generator.gen_kwargs["place"].table()
+        features = self._features(table.capture, None)  # the place is put in when it is opened: folders move
         path = Path(self._output_dir) / f"{self.dataset_name}-{split_generator.name}.arrow"
-        with ArrowWriter(features=ROWS, path=str(path)) as writer:
-            writer.write_table(table)
+        with ArrowWriter(features=features, path=str(path)) as writer:
+            writer.write_table(index_rows(table, features))
             writer.finalize()
-        split_generator.split_info.num_examples = len(shards)
-        split_generator.split_info.num_bytes = shards.manifest.nbytes
+        split_generator.split_info.num_examples = len(table)
+        split_generator.split_info.num_bytes = table.manifest.nbytes
 
     def _as_dataset(self, split: Any = datasets.Split.TRAIN, in_memory: bool = False) -> datasets.Dataset:
-        location, content_id = self._locate()
-        columns = tuple(self.config.columns) if self.config.columns else None
-        return super()._as_dataset(split, in_memory).with_transform(LazyTensors(location, content_id, columns))
+        self._open()
+        return super()._as_dataset(split, in_memory)
 
-    def _generate_examples(
-        self, shards: list[str], location: str, content_id: str
-    ) -> Iterator[tuple[Key, dict[str, Any]]]:
-        """Streaming: the samples of some shards, tensors included."""
-        columns = tuple(self.config.columns) if self.config.columns else None
-        source = open_shards(location, content_id)
+    def _generate_examples(self, shards: list[str], place: Place) -> Iterator[tuple[Key, dict[str, Any]]]:
+        """Streaming: rows of the index; tensors are read where a column is looked at."""
+        table, names = place.table(), list(self.info.features or META)
+        rows = [row for shard in shards for row in table.rows_of(shard)]
+        at = 0
         for number, shard in enumerate(shards):
-            rows = source.rows_of(shard)
-            index = source.index.slice(rows.start, len(rows)).select(META).to_pylist()
-            for row, meta in zip(rows, index, strict=True):
-                yield Key(number, row - rows.start), {**meta, **source.read(row, columns)}
-
-    def _as_streaming_dataset_single(self, splits_generator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Without declared features, so that bf16 tensors pass (Arrow has no bf16)."""
-        info: datasets.DatasetInfo = self.info
-        self.info = copy.deepcopy(info)
-        self.info.features = None
-        try:
-            return super()._as_streaming_dataset_single(splits_generator, *args, **kwargs)
-        finally:
-            self.info = info
+            span = table.rows_of(shard)
+            for row, meta in zip(
+                span, table.index.slice(span.start, len(span)).select(list(META)).to_pylist(), strict=True
+            ):
+                at += 1
+                yield Key(number, row - span.start), {name: meta.get(name, row) for name in names}
+                if place.remote:
+                    place.ahead().expect(rows[at : at + AHEAD])
 
 
-def index_rows(shards: ShardSet | RemoteShardSet) -> pa.Table:
-    table = shards.index.select(["key", "id", "shard", "tokens", "supervised", "next_token"])
-    return table.append_column("row", pa.array(range(len(shards)), pa.int64()))
+def index_rows(table: SampleTable, features: datasets.Features) -> pa.Table:
+    """The Arrow table behind the data set: the index, and for each tensor column the row number."""
+    rows, index = pa.array(range(len(table)), pa.int64()), table.index
+    columns = {name: index.column(name) if name in META else rows for name in features}
+    return pa.table(
+        columns,
+        schema=pa.schema(
+            {
+                name: feature() if name not in META else index.schema.field(name).type
+                for name, feature in features.items()
+            }
+        ),
+    )
 
 
 def configs(recipe: Recipe | None) -> list[Eagle3Config]:

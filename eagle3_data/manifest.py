@@ -29,8 +29,8 @@ class _Model(BaseModel):
 class ShardRow(_Model):
     """One sealed shard."""
 
-    name: str
-    """File name inside `data/`, for example `train-000000.tar`."""
+    name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*\.tar$")
+    """File name inside `data/`, for example `train-000000.tar`; never a path, since a mirror is not trusted."""
     samples: int
     tokens: int
     nbytes: int
@@ -74,7 +74,7 @@ class PlanRow(_Model):
 class Manifest(_Model):
     format: Literal[1] = 1
     dataset: str
-    split: str = "train"
+    split: str = Field(default="train", pattern=r"^\w+(\.\w+)*$")
     created_by: str = f"eagle3-data {__version__}"
     run: str
     """Random id of the build; part of every request id."""

@@ -36,7 +36,10 @@ def dataset_module_factory(path: str, *args: Any, **kwargs: Any) -> Any:
     if path in REGISTRY:
         from datasets.load import DatasetModule
 
-        return DatasetModule(REGISTRY[path], f"eagle3-data-{__version__}", {"dataset_name": path.split("/")[1]})
+        options = {"dataset_name": path.split("/")[1]}
+        if kwargs.get("revision") is not None:
+            options["revision"] = str(kwargs["revision"])  # of the mirror
+        return DatasetModule(REGISTRY[path], f"eagle3-data-{__version__}", options)
     if path.startswith(f"{NAMESPACE}/"):
         from eagle3_data.errors import DatasetUnavailable
 

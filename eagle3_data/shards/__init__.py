@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle3_data.shards.reader import ShardSet
+    from eagle3_data.shards.remote import RemoteShardSet, open_samples
     from eagle3_data.shards.table import COLUMNS
     from eagle3_data.shards.writer import OpenShard, Place
 
-__all__ = ["COLUMNS", "OpenShard", "Place", "ShardSet"]
-_HOMES = {"COLUMNS": "table", "ShardSet": "reader", "OpenShard": "writer", "Place": "writer"}
+__all__ = ["COLUMNS", "OpenShard", "Place", "RemoteShardSet", "ShardSet", "open_samples"]
+_HOMES = {
+    "COLUMNS": "table",
+    "OpenShard": "writer",
+    "Place": "writer",
+    "RemoteShardSet": "remote",
+    "ShardSet": "reader",
+    "open_samples": "remote",
+}
 
 
 def __getattr__(name: str) -> Any:

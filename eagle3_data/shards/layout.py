@@ -40,6 +40,24 @@ MAX_ARROW_BYTES = 2**31 - 2
 MAX_ID_BYTES = 512
 
 
+def load_object(data: bytes) -> dict[str, Any]:
+    """A JSON object from a stranger. Raises ValueError for anything else, for a name given twice and for deep nests."""
+    try:
+        loaded = json.loads(data, object_pairs_hook=_once)
+    except RecursionError:
+        raise ValueError("JSON nested too deep") from None
+    if not isinstance(loaded, dict):
+        raise ValueError("not a JSON object")
+    return loaded
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    loaded = dict(pairs)
+    if len(loaded) != len(pairs):
+        raise ValueError("a name is given twice")
+    return loaded
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRecord:
     """The JSON member of one sample."""
@@ -66,7 +84,7 @@ class SampleRecord:
     @classmethod
     def from_json(cls, data: bytes) -> SampleRecord:
         """Raises ValueError when the bytes are not such a record."""
-        loaded: Any = json.loads(data)
+        loaded = load_object(data)
         try:
             return cls(**parse_strict(cls, loaded, "sample record"))
         except TypeError as error:

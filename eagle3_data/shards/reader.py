@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from eagle3_data.errors import ShardCorrupt
 from eagle3_data.manifest import Manifest
 from eagle3_data.shards.index import read_index
+from eagle3_data.shards.layout import HEADER_BYTES, load_object
 from eagle3_data.shards.table import SampleTable
 
 TORCH_DTYPES = {
@@ -27,6 +27,8 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
 }
 MAX_HEADER_BYTES = 1 << 20
+Layout = dict[str, tuple[torch.dtype, list[int], int, int]]
+"""{name: (dtype, shape, start, end)} of a safetensors member, bytes from its start."""
 
 
 def _read_header(data: bytes | bytearray | memoryview, nbytes: int) -> tuple[dict[str, Any], int]:
@@ -37,12 +39,9 @@ def _read_header(data: bytes | bytearray | memoryview, nbytes: int) -> tuple[dic
     if size > min(MAX_HEADER_BYTES, nbytes - 8, len(data) - 8):
         raise ShardCorrupt(f"safetensors header claims {size} bytes in a member of {nbytes}")
     try:
-        header = json.loads(bytes(data[8 : 8 + size]))
+        return load_object(bytes(data[8 : 8 + size])), size
     except ValueError as error:
-        raise ShardCorrupt(f"safetensors header is malformed: {error!r}") from error
-    if not isinstance(header, dict):
-        raise ShardCorrupt("safetensors header is not a JSON object")
-    return header, size
+        raise ShardCorrupt(f"safetensors header is malformed: {error}") from error
 
 
 def read_metadata(data: bytes | memoryview) -> dict[str, str]:
@@ -55,16 +54,16 @@ def read_metadata(data: bytes | memoryview) -> dict[str, str]:
 
 def _entry(name: str, entry: dict[str, Any]) -> tuple[int, int, str, str, list[int]]:
     """(start, end, name, dtype, shape) of one tensor. Raises KeyError, ValueError, TypeError."""
-    low, high = (int(offset) for offset in entry["data_offsets"])
+    (low, high), shape = entry["data_offsets"], entry["shape"]
+    if not all(type(number) is int for number in (low, high, *shape)):
+        raise ValueError(f"offsets and shape of {name} are not whole numbers")
     if entry["dtype"] not in TORCH_DTYPES:
         raise ValueError(f"dtype {entry['dtype']!r} of {name}")
-    return low, high, name, str(entry["dtype"]), [int(n) for n in entry["shape"]]
+    return low, high, name, str(entry["dtype"]), list(shape)
 
 
-def parse_header(
-    data: bytes | bytearray | memoryview, nbytes: int
-) -> dict[str, tuple[torch.dtype, list[int], int, int]]:
-    """{name: (dtype, shape, start, end)} of the safetensors member `data[:nbytes]`; offsets from the member's start.
+def parse_header(data: bytes | bytearray | memoryview, nbytes: int) -> Layout:
+    """What lies where in the safetensors member `data[:nbytes]`, of which `data` may be the head alone.
 
     Raises ShardCorrupt unless the tensors have known dtypes, the sizes of their shapes, and fill the member without
     gaps or overlaps; a file from a mirror is not trusted.
@@ -92,18 +91,26 @@ def parse_header(
 def tensors_at(
     buffer: mmap.mmap | memoryview, offset: int, nbytes: int, columns: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """The named tensors of the member at `offset`, as views of `buffer`. Raises ShardCorrupt, KeyError."""
+    """The named tensors of the member at `offset`, as views of `buffer`. Raises ShardCorrupt."""
     if offset < 0 or offset + nbytes > len(buffer):
         raise ShardCorrupt(f"member at {offset} with {nbytes} bytes lies outside a shard of {len(buffer)} bytes")
     with memoryview(buffer) as whole, whole[offset : offset + nbytes] as member:
         layout = parse_header(member, nbytes)
     tensors = {}
     for name in columns:
+        if name not in layout:
+            raise ShardCorrupt(f"no tensor {name}")
         dtype, shape, low, high = layout[name]
         count = (high - low) // dtype.itemsize
         flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset + low) if count else torch.empty(0)
         tensors[name] = flat.to(dtype).reshape(shape)
     return tensors
+
+
+def view_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor of any dtype, writable."""
+    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 @functools.lru_cache(maxsize=256)
@@ -136,12 +143,45 @@ class ShardSet(SampleTable):
         path = self.folder / "data" / self.shard_of(i)
         try:
             stat = path.stat()
+            buffer = map_shard(str(path), stat.st_size, stat.st_mtime_ns)
+            return self.checked(i, tensors_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted))
         except FileNotFoundError:
-            raise ShardCorrupt(
-                f"shard {path.name} is in the manifest and not on disk", next="eagle3-data verify, or pull it again"
-            ) from None
-        buffer = map_shard(str(path), stat.st_size, stat.st_mtime_ns)
-        try:
-            return tensors_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted)
+            raise _missing(path) from None
         except ShardCorrupt as error:
             raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error
+
+    def read_into(self, i: int, out: Mapping[str, torch.Tensor]) -> None:
+        """From the file into `out` without a mapping: no page faults, and as fast as the file can be read."""
+        self._check_out(i, out)
+        path, start, nbytes = self.folder / "data" / self.shard_of(i), int(self.offsets[i]), int(self.nbytes[i])
+        try:
+            with open(path, "rb", buffering=0) as file:
+                head = os.pread(file.fileno(), min(HEADER_BYTES, nbytes), start)
+                layout = parse_header(head, nbytes)
+                for name, target in out.items():
+                    _read_rows(file.fileno(), layout, name, start, target)
+        except FileNotFoundError:
+            raise _missing(path) from None
+        except ShardCorrupt as error:
+            raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error
+
+
+def _read_rows(file: int, layout: Layout, name: str, start: int, target: torch.Tensor) -> None:
+    """The first rows of one tensor, as many as `target` has."""
+    if name not in layout:
+        raise ShardCorrupt(f"no tensor {name}")
+    dtype, shape, low, _ = layout[name]
+    if target.dtype != dtype or target.shape[1:] != torch.Size(shape[1:]) or len(target) > shape[0]:
+        raise ShardCorrupt(f"{name} is {dtype} {shape}, the manifest says otherwise")
+    view, offset = view_of(target), start + low
+    while view:
+        count = os.preadv(file, [view], offset)
+        if not count:
+            raise ShardCorrupt(f"the shard ends before {name} does")
+        view, offset = view[count:], offset + count
+
+
+def _missing(path: Path) -> ShardCorrupt:
+    return ShardCorrupt(
+        f"shard {path.name} is in the manifest and not on disk", next="eagle3-data verify, or pull it again"
+    )

@@ -1,69 +1,203 @@
-"""The same samples from a mirror: any fsspec URL, or a hub repository, read by byte ranges."""
+"""The same samples from a mirror: an HTTP(S) folder, a hub repository or any fsspec URL, read by byte ranges.
+
+Without a cache each sample is one range (or the ranges of the named columns), fetched in parallel parts into the
+memory that its tensors live in. With a cache that holds the whole data set, or when its samples are read in order,
+whole shards are kept on the local disk and mapped.
+"""
 
 from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
 from eagle3_data.errors import ConfigError, DatasetUnavailable, ShardCorrupt
 from eagle3_data.manifest import MANIFEST, Manifest
+from eagle3_data.shards.cache import CacheConfig, ShardCache
+from eagle3_data.shards.fetch import Fetcher, RetryPolicy
 from eagle3_data.shards.index import INDEX_SCHEMA
-from eagle3_data.shards.reader import tensors_at
+from eagle3_data.shards.layout import HEADER_BYTES
+from eagle3_data.shards.reader import MAX_HEADER_BYTES, Layout, parse_header, tensors_at, view_of
+from eagle3_data.shards.sources import Access, mirror_url
 from eagle3_data.shards.table import SampleTable
 
-
-def mirror_url(mirror: str, revision: str | None = None) -> str:
-    """An fsspec URL stays as it is; `org/name` means that data set repository on the hub."""
-    if "://" in mirror:
-        return mirror.rstrip("/")
-    return f"hf://datasets/{mirror}{'@' + revision if revision else ''}"
-
-
-@functools.lru_cache(maxsize=8)
-def filesystem(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """One connection pool per mirror and process."""
-    fs, path = fsspec.core.url_to_fs(url)
-    return fs, path
+LAYOUTS = 4096
+"""Parsed headers that are kept, for reads of single columns."""
 
 
 class RemoteShardSet(SampleTable):
     """Looks like `ShardSet`. Pickles as its URL and index, so that every process opens its own connections."""
+
+    def __init__(
+        self,
+        url: str,
+        manifest: Manifest,
+        index: pa.Table,
+        cache: CacheConfig | None = None,
+        access: Access | None = None,
+        policy: RetryPolicy | None = None,
+    ) -> None:
+        super().__init__(url, manifest, index)
+        self.cache_config, self._access, self._policy = cache, access, policy
+        self.fetcher = Fetcher(url, access, policy)
+        self.cache = ShardCache(cache) if cache else None
+        self._shards = {row.name: row for row in manifest.shards}
+        self._layout = functools.lru_cache(LAYOUTS)(self._fetch_layout)
+        if cache and max((row.nbytes for row in manifest.shards), default=0) > cache.limit_bytes:
+            raise ConfigError(
+                f"the shard cache's limit of {cache.limit_bytes:,} bytes is below one shard of {url}",
+                next="a larger limit, or no cache: samples are then read by ranges",
+            )
 
     @property
     def url(self) -> str:
         return self.where
 
     @classmethod
-    def open(cls, mirror: str, revision: str | None = None) -> RemoteShardSet:
-        """Raises DatasetUnavailable when the mirror cannot be reached or holds no build."""
-        url = mirror_url(mirror, revision)
+    def open(
+        cls,
+        mirror: str,
+        revision: str | None = None,
+        *,
+        cache: CacheConfig | None = None,
+        access: Access | None = None,
+        policy: RetryPolicy | None = None,
+    ) -> RemoteShardSet:
+        """`mirror`: `org/name` on the hub or a URL; its branch is pinned to the commit that it is now.
+
+        Raises DatasetUnavailable when the mirror cannot be reached or holds no build, ConfigError when its manifest is
+        none, ShardCorrupt when its index is not one of that manifest.
+        """
+        fetcher = Fetcher(mirror_url(mirror, revision), access, policy)
+        text = fetcher.read(MANIFEST).decode(errors="replace")
+        manifest = Manifest.parse(text, f"{fetcher.url}/{MANIFEST}")
+        data = fetcher.read(f"index/{manifest.split}.parquet")
         try:
-            fs, root = filesystem(url)
-            manifest = Manifest.parse(fs.cat_file(f"{root}/{MANIFEST}").decode(), f"{url}/{MANIFEST}")
-            data = fs.cat_file(f"{root}/index/{manifest.split}.parquet")
-        except ConfigError:
-            raise
-        except Exception as error:  # each filesystem has errors of its own
-            raise DatasetUnavailable(
-                f"mirror {mirror}: {type(error).__name__}: {error}", next="check the name, the network and your token"
-            ) from error
-        return cls(url, manifest, pq.read_table(io.BytesIO(data), schema=INDEX_SCHEMA))
+            index = pq.read_table(io.BytesIO(data), schema=INDEX_SCHEMA)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise ShardCorrupt(f"{fetcher.url}: its index is not one of this format: {error}") from error
+        return cls(fetcher.url, manifest, index, cache, access, policy)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteShardSet, (self.where, self.manifest, self.index)
+        state = (self.where, self.manifest, self.index, self.cache_config, self._access, self._policy)
+        return RemoteShardSet, state
 
     def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-        """One ranged request per sample."""
+        """From the cache, else one range for all columns; the header and then their ranges for some."""
         wanted = self.wanted(columns)
-        fs, root = filesystem(self.url)
+        try:
+            mapped = self._mapped(i, len(wanted) == len(self.columns))
+            if mapped is not None:
+                tensors = tensors_at(mapped, int(self.offsets[i]), int(self.nbytes[i]), wanted)
+            elif len(wanted) == len(self.columns):
+                tensors = self._whole(i, wanted)
+            else:
+                tensors = self._ranges(i, wanted, {})
+            return self.checked(i, tensors)
+        except ShardCorrupt as error:
+            raise ShardCorrupt(f"{self.shard_of(i)}, sample {self.keys[i]}: {error.message}", next=error.next) from None
+
+    def read_into(self, i: int, out: Mapping[str, torch.Tensor]) -> None:
+        """Straight from the connection into `out`; a cached shard is copied."""
+        if self._mapped(i, whole=True) is not None:
+            super().read_into(i, out)
+            return
+        self._check_out(i, out)
+        try:
+            self._ranges(i, tuple(out), out)
+        except ShardCorrupt as error:
+            raise ShardCorrupt(f"{self.shard_of(i)}, sample {self.keys[i]}: {error.message}", next=error.next) from None
+
+    def cache_shard(self, shard: str) -> bool:
+        """Bring a whole shard into the cache ahead of its reads. False without a cache, or without room in it."""
+        return self.cache is not None and self.cache.get(self._shards[shard], self.fetcher) is not None
+
+    def _mapped(self, i: int, whole: bool) -> Any:
+        """The shard's bytes when the cache has them, or when it is to have them all."""
+        if self.cache is None:
+            return None
+        row = self._shards[self.shard_of(i)]
+        found = self.cache.map(row)
+        if found is None and whole and self.manifest.nbytes <= self.cache.limit_bytes:
+            found = self.cache.get(row, self.fetcher)
+        return found
+
+    def _whole(self, i: int, wanted: Sequence[str]) -> dict[str, torch.Tensor]:
         start, nbytes = int(self.offsets[i]), int(self.nbytes[i])
-        data = fs.cat_file(f"{root}/data/{self.shard_of(i)}", start=start, end=start + nbytes)
-        if len(data) != nbytes:
-            raise ShardCorrupt(f"{self.shard_of(i)}, sample {self.keys[i]}: {len(data)} of {nbytes} bytes came")
-        return tensors_at(memoryview(bytearray(data)), 0, nbytes, wanted)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        view = memoryview(memory.numpy())  # type: ignore[arg-type]
+        self.fetcher.read_into(self._path(i), [(start, view)])
+        return tensors_at(view, 0, nbytes, wanted)
+
+    def _ranges(self, i: int, wanted: Sequence[str], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The named tensors, into `out` where it has them (then perhaps their first rows alone)."""
+        layout, start = self._layout(i), int(self.offsets[i])
+        tensors, ranges = {}, []
+        for name in wanted:
+            if name not in layout:
+                raise ShardCorrupt(f"no tensor {name}")
+            dtype, shape, low, _ = layout[name]
+            target = out.get(name)
+            if target is None:
+                target = torch.empty(shape, dtype=dtype)
+            elif target.dtype != dtype or target.shape[1:] != torch.Size(shape[1:]):
+                raise ShardCorrupt(f"{name} is {dtype} {shape}, expected {target.dtype} {list(target.shape)}")
+            tensors[name] = target
+            ranges.append((start + low, view_of(target)))
+        self.fetcher.read_into(self._path(i), [item for item in ranges if len(item[1])])
+        return tensors
+
+    def _fetch_layout(self, i: int) -> Layout:
+        start, nbytes = int(self.offsets[i]), int(self.nbytes[i])
+        head = self._bytes(i, start, min(HEADER_BYTES, nbytes))
+        size = 8 + int.from_bytes(head[:8], "little")
+        if size > len(head):
+            if size > min(MAX_HEADER_BYTES, nbytes):
+                raise ShardCorrupt(f"safetensors header claims {size - 8} bytes in a member of {nbytes}")
+            head += self._bytes(i, start + len(head), size - len(head))
+        return parse_header(head, nbytes)
+
+    def _bytes(self, i: int, start: int, count: int) -> bytes:
+        data = bytearray(count)
+        self.fetcher.read_into(self._path(i), [(start, memoryview(data))])
+        return bytes(data)
+
+    def _path(self, i: int) -> str:
+        return f"data/{self.shard_of(i)}"
+
+
+def open_samples(
+    where: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    cache_bytes: int = 100 << 30,
+    token: str | bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> SampleTable:
+    """A build folder, or a mirror of one (`org/name` on the hub, or a URL): what training and `load_dataset` read.
+
+    `cache_dir`: keep whole shards of a mirror there, at most `cache_bytes` of them (oldest use out first); None: read
+    samples by ranges. Raises ConfigError, DatasetUnavailable, ShardCorrupt as `ShardSet.open` and
+    `RemoteShardSet.open` do.
+    """
+    from eagle3_data.shards.reader import ShardSet
+
+    if (Path(where) / MANIFEST).exists():
+        return ShardSet.open(where)
+    if "://" not in where and (Path(where).is_absolute() or where.count("/") != 1):
+        raise DatasetUnavailable(
+            f"{where} is neither a build folder nor a mirror", next="a folder, ORG/NAME on the hub, or a URL"
+        )
+    return RemoteShardSet.open(
+        where,
+        revision,
+        cache=CacheConfig(cache_dir, cache_bytes) if cache_dir else None,
+        access=Access.of(token, storage_options),
+    )

@@ -45,9 +45,10 @@ def install(spool: Path) -> None:
     if multiprocessing.parent_process() is None:  # the process that serves HTTP
         from eagle3_data.patches.sglang.routes import add_routes
 
-        def before_serving(*_args: object, **_named: object) -> None:
+        def before_serving(*args: object, **named: object) -> None:
             app = pkgutil.resolve_name(HTTP_SERVER + "app")
-            add_routes(app, spool)
+            server_args = named.get("server_args", args[0] if args else None)
+            add_routes(app, spool, keyed=bool(getattr(server_args, "api_key", None)))
 
         hooks.append(Hook(HTTP_SERVER + "_setup_and_run_http_server", before_serving, "before"))
     _register(hooks, sglang.__version__)

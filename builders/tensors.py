@@ -1,0 +1,142 @@
+"""The feature behind the tensor columns: Arrow holds a row number, the tensor is read when somebody looks at it.
+
+So `select_columns`, `filter`, `shuffle` (its buffer, too), `map` and `with_format("torch")` cost nothing for columns
+that are not looked at, and no tensor is ever written into the Arrow cache. Like `datasets.Image`, it is decoded on
+access; unlike it, the bytes stay in their shard.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import torch
+from datasets.features.features import register_feature
+
+from eagle3_data.errors import ConfigError
+from eagle3_data.protocol import IDS, MASK
+from eagle3_data.shards.ahead import ReadAhead
+from eagle3_data.shards.cache import CacheConfig
+from eagle3_data.shards.reader import ShardSet
+from eagle3_data.shards.remote import RemoteShardSet
+from eagle3_data.shards.sources import Access
+from eagle3_data.shards.table import SampleTable
+
+FEATURE = "Eagle3StateTensor"
+ORIGIN = "_eagle3_origin"
+"""Attribute of a tensor that came from a shard: (content id, column, row)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where tensors are read. `content_id` keeps a grown or replaced build from being read through an old index."""
+
+    location: str
+    """A folder, or the URL of a mirror at one commit."""
+    content_id: str
+    cache_dir: str = ""
+    cache_bytes: int = 0
+    access: Access = field(default_factory=Access, repr=False)
+
+    @property
+    def remote(self) -> bool:
+        return not Path(self.location).is_absolute()
+
+    def table(self) -> SampleTable:
+        return _open(self, os.getpid())
+
+    def ahead(self) -> ReadAhead:
+        return _ahead(self, os.getpid())
+
+    def column(self, name: str, dtype: str) -> StateTensor:
+        feature = StateTensor(name, dtype, self.location, self.content_id, self.cache_dir, self.cache_bytes)
+        feature.access = self.access
+        return feature
+
+
+@lru_cache(maxsize=16)
+def _open(place: Place, _pid: int) -> SampleTable:
+    if not place.remote:
+        table: SampleTable = ShardSet.open(place.location)
+    else:
+        cache = CacheConfig(Path(place.cache_dir), place.cache_bytes) if place.cache_dir else None
+        table = RemoteShardSet.open(place.location, cache=cache, access=place.access)
+    if table.fingerprint != place.content_id:
+        raise ConfigError(f"{place.location} has changed since it was loaded", next="call load_dataset again")
+    return table
+
+
+@lru_cache(maxsize=16)
+def _ahead(place: Place, pid: int) -> ReadAhead:
+    return ReadAhead(_open(place, pid))
+
+
+@dataclass
+class StateTensor:
+    """A column of tensors: bf16 stays bf16. Its fields are what `datasets` writes into caches: no secrets."""
+
+    name: str
+    dtype: str
+    location: str = ""
+    content_id: str = ""
+    cache_dir: str = ""
+    cache_bytes: int = 0
+    id: str | None = field(default=None, repr=False)
+    _type: str = field(default=FEATURE, init=False, repr=False)
+    pa_type: ClassVar[Any] = pa.int64()
+    access: ClassVar[Access] = Access()
+    """Overridden per instance: it pickles with the data set, and is no field."""
+
+    def __call__(self) -> pa.DataType:
+        return self.pa_type
+
+    @property
+    def place(self) -> Place:
+        return Place(self.location, self.content_id, self.cache_dir, self.cache_bytes, self.access)
+
+    def encode_example(self, value: Any) -> int:
+        """The row of a tensor that came from here. Raises ConfigError for any other: it would be stored twice."""
+        if isinstance(value, torch.Tensor):
+            content_id, name, row = getattr(value, ORIGIN, ("", "", -1))
+            if (content_id, name) == (self.content_id, self.name):
+                return int(row)
+        elif hasattr(value, "__index__"):
+            return int(value)
+        raise self._refusal()
+
+    def cast_storage(self, storage: pa.Array) -> pa.Array:
+        """Row numbers stay; anything else would be a copy of states. Raises ConfigError."""
+        if pa.types.is_integer(storage.type) or pa.types.is_null(storage.type):
+            return storage.cast(self.pa_type)
+        raise self._refusal()
+
+    def _refusal(self) -> ConfigError:
+        return ConfigError(
+            f"column {self.name} holds tensors that lie in shards; a changed one cannot go there",
+            next="return it under another name, or change it after loading (in the collate function)",
+        )
+
+    def decode_example(self, value: Any, token_per_repo_id: Mapping[str, Any] | None = None) -> torch.Tensor:
+        """The tensor; a view of the mapped shard when that is on this machine."""
+        if not self.location:
+            raise ConfigError(f"column {self.name} has lost its shards", next="load the data set with load_dataset")
+        row, place = int(value), self.place
+        if place.remote:
+            tensor = place.ahead().take(row, self.name)
+        else:
+            tensor = place.table().read(row, (self.name,))[self.name]
+            if self.name in (IDS, MASK):
+                tensor = tensor.clone()  # small, and people change them in place
+        setattr(tensor, ORIGIN, (self.content_id, self.name, row))
+        return tensor
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # "experimental": held by the tests on both supported generations
+    register_feature(StateTensor, FEATURE)

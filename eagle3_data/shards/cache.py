@@ -1,0 +1,209 @@
+"""Whole shards of mirrors on the local disk: bounded, shared by processes, oldest use out first, safe to kill.
+
+A shard is kept under its own checksum, so the same shard of two mirrors or revisions is kept once, and bytes that are
+not the manifest's never become a cached shard. While it comes in it is a hidden file of its final size (so that every
+process counts it), with a note of how far it got: a killed download goes on there. Locks are the kernel's (`flock`),
+so that nothing is left locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from eagle3_data.errors import ConfigError, ShardCorrupt
+from eagle3_data.manifest import ShardRow
+from eagle3_data.shards.fetch import Fetcher
+
+WINDOW_BYTES = 64 << 20
+"""Fetched at once, in parallel parts; what a kill can lose."""
+MAPPINGS = 8
+"""Cached shards this process keeps mapped; a mapping keeps an evicted shard's bytes on the disk."""
+_XXH3 = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Where shards of mirrors are kept, and how many bytes of them."""
+
+    folder: Path
+    limit_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.limit_bytes <= 0:
+            raise ConfigError(f"the shard cache's limit must be > 0 bytes, got {self.limit_bytes}")
+
+
+class ShardCache:
+    """One process's view of the folder; several processes share it without talking to each other."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.folder, self.limit_bytes = config.folder, config.limit_bytes
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"shard cache {self.folder}: {error.strerror}", next="another folder, or other permissions"
+            ) from error
+        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def path(self, shard: ShardRow) -> Path:
+        if not _XXH3.fullmatch(shard.xxh3):
+            raise ShardCorrupt(f"{shard.name}: {shard.xxh3!r} is not a checksum")
+        return self.folder / f"{shard.xxh3}.tar"
+
+    def map(self, shard: ShardRow) -> mmap.mmap | None:
+        """The shard's bytes when they are here; counts as a use of it."""
+        with self._lock:
+            found = self._maps.get(shard.xxh3)
+            if found is not None:
+                self._maps.move_to_end(shard.xxh3)
+                return found
+            path = self.path(shard)
+            try:
+                with open(path, "rb") as file:
+                    if os.fstat(file.fileno()).st_size != shard.nbytes:
+                        return None
+                    os.utime(path)
+                    found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except FileNotFoundError:
+                return None
+            self._maps[shard.xxh3] = found
+            while len(self._maps) > MAPPINGS:
+                self._maps.popitem(last=False)  # closed once the last tensor over it is gone
+            return found
+
+    def get(self, shard: ShardRow, fetcher: Fetcher) -> mmap.mmap | None:
+        """The shard's bytes, fetched first where they are not here; None when there is no room for it now.
+
+        Another process (or thread) that fetches it is waited for. Raises what `fetcher` raises, ShardCorrupt when
+        what the mirror has is not the manifest's.
+        """
+        if (found := self.map(shard)) is not None:
+            return found
+        final = self.path(shard)
+        with _locked(final.with_name(f".{final.name}.lock")):
+            if (found := self.map(shard)) is not None:
+                return found
+            part = final.with_name(f".{final.name}.part")
+            if not self._reserve(part, shard):
+                return None
+            self._download(part, shard, fetcher)
+            os.replace(part, final)
+            _note(part).unlink(missing_ok=True)
+        return self.map(shard)
+
+    # ---------------------------------------------------------- room
+
+    def _reserve(self, part: Path, shard: ShardRow) -> bool:
+        """Make room and take it: the file gets its final size at once."""
+        with _locked(self.folder / ".room.lock"):
+            if part.exists() and part.stat().st_size == shard.nbytes:
+                return True
+            part.unlink(missing_ok=True)
+            _note(part).unlink(missing_ok=True)
+            entries = sorted(self._entries())
+            total = sum(size for _, size, _ in entries)
+            for _, size, path in entries:
+                if total + shard.nbytes <= self.limit_bytes:
+                    break
+                if self._evict(path):
+                    total -= size
+            if total + shard.nbytes > self.limit_bytes:
+                return False
+            with open(part, "wb") as file:
+                file.truncate(shard.nbytes)
+            return True
+
+    def _entries(self) -> Iterator[tuple[float, int, Path]]:
+        """(last use, bytes, path) of everything that takes room."""
+        for entry in os.scandir(self.folder):
+            if entry.name.endswith((".tar", ".tar.part")):
+                with contextlib.suppress(FileNotFoundError):
+                    stat = entry.stat()
+                    yield stat.st_mtime, stat.st_size, Path(entry.path)
+
+    def _evict(self, path: Path) -> bool:
+        """False for a shard that somebody is fetching now."""
+        name = path.name.removeprefix(".").removesuffix(".part")
+        with _locked(self.folder / f".{name}.lock", wait=False) as free:
+            if not free:
+                return False
+            path.unlink(missing_ok=True)
+            _note(path).unlink(missing_ok=True)
+            # the lock's file goes with it; whoever holds it open sees that and opens it anew
+            (self.folder / f".{name}.lock").unlink(missing_ok=True)
+        with self._lock:
+            self._maps.pop(name.removesuffix(".tar"), None)
+        return True
+
+    # ---------------------------------------------------------- bytes
+
+    def _download(self, part: Path, shard: ShardRow, fetcher: Fetcher) -> None:
+        """Fill `part` from where it stands; a part that an earlier process left and that proves wrong starts anew."""
+        begun = _progress(part)
+        for start in (begun, 0) if begun else (0,):
+            with open(part, "r+b") as file, mmap.mmap(file.fileno(), 0) as target, memoryview(target) as view:
+                for low in range(start, shard.nbytes, WINDOW_BYTES):
+                    with view[low : low + WINDOW_BYTES] as window:
+                        fetcher.read_into(f"data/{shard.name}", [(low, window)])
+                        end = low + len(window)
+                    target.flush()
+                    _note(part).write_text(str(end))
+                digest = xxhash.xxh3_128_hexdigest(view)
+            if digest == shard.xxh3:
+                return
+        part.unlink(missing_ok=True)
+        _note(part).unlink(missing_ok=True)
+        raise ShardCorrupt(
+            f"{shard.name} of {fetcher.url}: what came does not give the manifest's checksum",
+            next="the mirror's copy is damaged; push it again",
+        )
+
+
+@contextlib.contextmanager
+def _locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """The kernel's lock on `path`; False, at once, when `wait` is off and somebody has it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                yield False
+                return
+            if not _same(file, path):
+                continue  # removed by an eviction while we waited
+            yield True
+            return
+        finally:
+            os.close(file)
+
+
+def _same(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _note(part: Path) -> Path:
+    return part.with_name(f"{part.name}.done")
+
+
+def _progress(part: Path) -> int:
+    try:
+        return int(_note(part).read_text())
+    except (FileNotFoundError, ValueError):
+        return 0

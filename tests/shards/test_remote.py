@@ -1,0 +1,426 @@
+"""Mirrors: ranges into given memory, broken connections go on at the same byte, a bounded cache that may be killed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle3_data.errors import ConfigError, DatasetUnavailable, ShardCorrupt
+from eagle3_data.protocol import AUX, IDS, LAST, MASK
+from eagle3_data.shards import RemoteShardSet, ShardSet, open_samples
+from eagle3_data.shards.ahead import ReadAhead, stream
+from eagle3_data.shards.cache import CacheConfig, ShardCache
+from eagle3_data.shards.fetch import Fetcher, RetryPolicy
+from eagle3_data.shards.sources import Access, mirror_url
+from tests.builds import SPEC, FakeDump, make_build
+from tests.webserver import Fault, FolderServer
+
+FAST = RetryPolicy(attempts=5, base_s=0.0)
+LENGTHS = (5, 64, 3, 100, 17, 8)
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[tuple[FolderServer, list[FakeDump]]]:
+    dumps = make_build(tmp_path / "b", LENGTHS)
+    with FolderServer(tmp_path / "b") as server:
+        yield server, dumps
+
+
+def same(sample: dict[str, torch.Tensor], dump: FakeDump) -> bool:
+    wanted = {AUX: dump.aux, LAST: dump.last, IDS: dump.ids, MASK: dump.mask}
+    return all(
+        torch.equal(tensor, wanted[name]) and tensor.dtype == wanted[name].dtype for name, tensor in sample.items()
+    )
+
+
+@pytest.mark.parametrize("url", ["http", "file"])
+def test_mirror_gives_the_same_samples(mirror: tuple[FolderServer, list[FakeDump]], url: str) -> None:
+    server, dumps = mirror
+    data = open_samples(server.url if url == "http" else f"file://{server.folder}")
+    assert isinstance(data, RemoteShardSet)
+    for i, dump in enumerate(dumps):
+        assert same(data.read(i), dump)
+        assert same(data.read(i, (LAST, MASK)), dump)
+    assert same(pickle.loads(pickle.dumps(data)).read(3), dumps[3])
+
+
+def test_columns_take_only_their_bytes(mirror: tuple[FolderServer, list[FakeDump]]) -> None:
+    """Ids without states: nothing but headers and ids is asked for."""
+    server, dumps = mirror
+    data = RemoteShardSet.open(server.url)
+    server.asked.clear()
+    received = data.fetcher.bytes_received
+    for i, dump in enumerate(dumps):
+        assert same(data.read(i, (IDS, MASK)), dump)
+    assert data.fetcher.bytes_received - received == sum(512 + 5 * n for n in LENGTHS)
+    spans = [(asked.path, asked.start, asked.end) for asked in server.asked]
+    for i, n in enumerate(LENGTHS):
+        low = int(data.offsets[i]) + 512
+        states = (f"/data/{data.shard_of(i)}", low, low + n * SPEC.state_bytes_per_token)
+        assert not [s for s in spans if s[0] == states[0] and s[1] < states[2] and states[1] < (s[2] or 1 << 60)]
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["cut", "reset"])
+def test_broken_connection_goes_on_at_the_same_byte(mirror: tuple[FolderServer, list[FakeDump]], reset: bool) -> None:
+    """Each range breaks off twice. After a cut, the next request starts exactly where the bytes ended."""
+    server, dumps = mirror
+    data = RemoteShardSet.open(server.url, policy=FAST)
+    server.asked.clear()
+    server.fault = lambda asked, number: (
+        Fault(cut=(asked.end or 0) // 7 % 3000 + 1, reset=reset) if number % 3 else None
+    )
+    begun = server.sent
+    for i, dump in enumerate(dumps):
+        assert same(data.read(i), dump)
+    if not reset:  # a reset may destroy bytes that were sent and not yet read
+        assert server.sent - begun == int(data.nbytes.sum())
+        for before, after in zip(server.asked, server.asked[1:], strict=False):
+            if after.end == before.end and after.path == before.path:
+                assert before.start < after.start
+    assert len(server.asked) > len(dumps)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_passing_refusals_are_tried_again(mirror: tuple[FolderServer, list[FakeDump]], status: int) -> None:
+    server, dumps = mirror
+    data = RemoteShardSet.open(server.url, policy=FAST)
+    server.fault = lambda asked, number: Fault(status=status) if number % 4 else None
+    assert same(data.read(3), dumps[3])
+
+
+def test_retry_after_is_obeyed(mirror: tuple[FolderServer, list[FakeDump]], monkeypatch: pytest.MonkeyPatch) -> None:
+    server, dumps = mirror
+    waits: list[float] = []
+    monkeypatch.setattr("eagle3_data.shards.fetch.time.sleep", waits.append)
+    data = RemoteShardSet.open(server.url, policy=FAST)
+    told = {len(server.asked) + 1: "7", len(server.asked) + 2: "Wed, 21 Oct 2015 07:28:00 GMT"}
+    server.fault = lambda asked, number: Fault(429, {"Retry-After": told[number]}) if number in told else None
+    assert same(data.read(1), dumps[1])
+    assert waits == [7.0, 0.0]
+    server.fault = lambda asked, number: Fault(429, {"Retry-After": "86400"})
+    with pytest.raises(DatasetUnavailable, match="429"):
+        data.read(1)
+
+
+def test_lasting_refusals_say_what_to_do(mirror: tuple[FolderServer, list[FakeDump]]) -> None:
+    server, _ = mirror
+    data = RemoteShardSet.open(server.url, policy=FAST)
+    for status, word in ((401, "token"), (403, "token"), (404, "check the name"), (503, "5 tries in a row")):
+        server.fault = lambda asked, number, status=status: Fault(status=status)  # type: ignore[misc]
+        count = len(server.asked)
+        with pytest.raises(DatasetUnavailable, match=word):
+            data.read(0)
+        assert len(server.asked) - count == (5 if status == 503 else 1)
+    with pytest.raises(DatasetUnavailable, match="neither a build folder nor a mirror"):
+        open_samples("no-such-folder")
+
+
+def test_short_shard_and_server_without_ranges(tmp_path: Path) -> None:
+    make_build(tmp_path / "b", LENGTHS)
+    with FolderServer(tmp_path / "b") as server:
+        data = RemoteShardSet.open(server.url, policy=FAST)
+        os.truncate(tmp_path / "b" / "data" / "train-000001.tar", 1000)
+        with pytest.raises(ShardCorrupt, match=r"train-000001\.tar, sample 00000002.*ends before"):
+            data.read(2)
+    with FolderServer(tmp_path / "b", ranges=False) as server:
+        data = RemoteShardSet.open(server.url, policy=FAST)
+        with pytest.raises(DatasetUnavailable, match="ignores byte ranges"):
+            data.read(1)
+
+
+def test_token_stays_with_its_host(
+    mirror: tuple[FolderServer, list[FakeDump]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub redirects to its store by a signed link: the token must not travel, and the link must not be shown."""
+    store, dumps = mirror
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    with FolderServer(store.folder) as hub:
+        prefix = "/datasets/org/name/resolve/main/"
+        hub.redirect = lambda path: f"{store.url}/{path.removeprefix(prefix)}?Signature=SECRET"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        data = RemoteShardSet.open("org/name", access=Access("hf_test"), policy=FAST)
+        assert all(same(data.read(i), dump) for i, dump in enumerate(dumps))
+        ours = [asked for asked in hub.asked if asked.path.startswith("/datasets/")]  # the client asks more, without
+        assert {asked.token for asked in ours} == {"Bearer hf_test"}
+        assert {asked.token for asked in store.asked} == {None}
+        assert len([a for a in hub.asked if a.path.endswith("train-000000.tar")]) == 1  # the link is used again
+        store.fault = lambda asked, number: Fault(status=503)
+        with pytest.raises(DatasetUnavailable) as caught:
+            data.read(0)
+        assert "SECRET" not in str(caught.value)
+        assert "hf_test" not in str(caught.value)
+        assert "hf_test" not in repr(Access("hf_test"))
+        hub.redirect = lambda path: "file:///etc/passwd"
+        with pytest.raises(DatasetUnavailable, match="not HTTP"):
+            RemoteShardSet.open("org/name", policy=FAST)
+    assert mirror_url("org/name", "v1") == "hf://datasets/org/name@v1"
+    assert mirror_url("hf://datasets/org/name/sub", commit) == f"hf://datasets/org/name@{commit}/sub"
+    with pytest.raises(ConfigError, match="no revisions"):
+        mirror_url("https://host/x", "v1")
+
+
+def test_expired_link_is_asked_for_again(
+    mirror: tuple[FolderServer, list[FakeDump]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, dumps = mirror
+    with FolderServer(store.folder) as hub:
+        turn = [0]
+        prefix = "/datasets/org/name/resolve/main/"
+        hub.redirect = lambda path: f"{store.url}/{path.removeprefix(prefix)}?turn={turn[0]}"
+        store.fault = lambda asked, _: None if asked.path.endswith(f"turn={turn[0]}") else Fault(status=403)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        data = RemoteShardSet.open("org/name", policy=FAST)
+        for i, dump in enumerate(dumps):
+            assert same(data.read(i), dump)
+            turn[0] += 1
+
+
+def test_read_into_given_memory(mirror: tuple[FolderServer, list[FakeDump]]) -> None:
+    """Local and remote, whole and only the first rows; what does not fit is refused before anything is read."""
+    server, dumps = mirror
+    for data in (ShardSet.open(server.folder), RemoteShardSet.open(server.url)):
+        for i, dump in enumerate(dumps):
+            rows = dump.tokens - 1 if dump.tokens > 3 else dump.tokens
+            out = {AUX: torch.empty_like(dump.aux[:rows]), MASK: torch.empty_like(dump.mask)}
+            data.read_into(i, out)
+            assert torch.equal(out[AUX], dump.aux[:rows])
+            assert torch.equal(out[MASK], dump.mask)
+        for wrong in (
+            torch.empty(6, 192),
+            torch.empty(2, 64, dtype=torch.bfloat16),
+            torch.empty(5, 384, dtype=torch.bfloat16)[:, ::2],
+        ):
+            with pytest.raises(ConfigError, match="does not go into"):
+                data.read_into(0, {AUX: wrong})
+
+
+# ------------------------------------------------------------- ahead
+
+
+def test_stream_in_order_and_bounded(mirror: tuple[FolderServer, list[FakeDump]]) -> None:
+    server, dumps = mirror
+    data = RemoteShardSet.open(server.url)
+    order = [4, 0, 3, 3, 1]
+    for budget in (1, 1 << 30):
+        found = list(stream(data, order, (AUX, IDS), budget_bytes=budget))
+        assert [row for row, _ in found] == order
+        assert all(same(sample, dumps[row]) for row, sample in found)
+
+
+def test_read_ahead_fetches_each_sample_once(mirror: tuple[FolderServer, list[FakeDump]]) -> None:
+    server, dumps = mirror
+    data = RemoteShardSet.open(server.url)
+    begun = data.fetcher.bytes_received
+    ahead = ReadAhead(data)
+    for row, dump in enumerate(dumps):
+        sample = {name: ahead.take(row, name) for name in (AUX, LAST, IDS, MASK)}
+        assert same(sample, dump)
+        ahead.expect(range(row + 1, min(row + 3, len(dumps))))
+    ahead.close()
+    # the first sample teaches the columns (each has its own range, one header); all others are one range each
+    assert data.fetcher.bytes_received - begun == int(data.nbytes.sum())
+    assert ahead.wasted == 0
+
+
+def test_read_ahead_stops_where_it_is_useless(mirror: tuple[FolderServer, list[FakeDump]]) -> None:
+    """A loop in another order than announced (a shuffle buffer) is right, and soon reads nothing for nothing."""
+    server, dumps = mirror
+    data = RemoteShardSet.open(server.url)
+    ahead = ReadAhead(data)
+    for turn in range(60):
+        row = turn * 5 % 6
+        assert same({AUX: ahead.take(row, AUX)}, dumps[row])
+        ahead.expect([(row + 2) % 6])
+    assert 0 < ahead.wasted <= 9
+    ahead.close()
+
+
+# ------------------------------------------------------------- cache
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.name.endswith(".tar")}
+
+
+def test_cache_keeps_all_when_all_fits(mirror: tuple[FolderServer, list[FakeDump]], tmp_path: Path) -> None:
+    server, dumps = mirror
+    config = CacheConfig(tmp_path / "c", 1 << 30)
+    data = RemoteShardSet.open(server.url, cache=config)
+    for _ in range(2):
+        assert all(same(data.read(i), dump) for i, dump in enumerate(dumps))
+    shards = [asked for asked in server.asked if asked.path.startswith("/data/")]
+    assert len(shards) == 3
+    assert sum(sizes(tmp_path / "c").values()) == data.manifest.nbytes
+    server.asked.clear()
+    again = RemoteShardSet.open(server.url, cache=config)
+    assert all(same(again.read(i), dump) for i, dump in enumerate(dumps))
+    assert not [asked for asked in server.asked if asked.path.startswith("/data/")]
+
+
+def test_cache_is_bounded_and_drops_the_oldest_use(mirror: tuple[FolderServer, list[FakeDump]], tmp_path: Path) -> None:
+    server, dumps = mirror
+    plain = RemoteShardSet.open(server.url)
+    rows = plain.manifest.shards
+    limit = rows[0].nbytes + rows[1].nbytes
+    data = RemoteShardSet.open(server.url, cache=CacheConfig(tmp_path / "c", limit))
+    cache = data.cache
+    assert cache is not None
+    assert data.cache_shard(rows[0].name)
+    assert data.cache_shard(rows[1].name)
+    os.utime(cache.path(rows[0]), (2_000_000_000, 2_000_000_000))
+    os.utime(cache.path(rows[1]), (1_000_000_000, 1_000_000_000))
+    assert data.cache_shard(rows[2].name)
+    assert sum(sizes(tmp_path / "c").values()) <= limit
+    assert cache.path(rows[0]).exists()
+    assert not cache.path(rows[1]).exists()
+    # what is not cached is read by ranges, and does not push anything out
+    assert all(same(data.read(i), dump) for i, dump in enumerate(dumps))
+    assert cache.path(rows[0]).exists()
+    with pytest.raises(ConfigError, match="below one shard"):
+        RemoteShardSet.open(server.url, cache=CacheConfig(tmp_path / "c", 1000))
+
+
+def test_damaged_bytes_never_become_a_cached_shard(mirror: tuple[FolderServer, list[FakeDump]], tmp_path: Path) -> None:
+    server, _ = mirror
+    data = RemoteShardSet.open(server.url, cache=CacheConfig(tmp_path / "c", 1 << 30))
+    path = server.folder / "data" / "train-000000.tar"
+    damaged = bytearray(path.read_bytes())
+    damaged[3000] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ShardCorrupt, match="does not give the manifest's checksum"):
+        data.read(0)
+    assert sizes(tmp_path / "c") == {}
+
+
+def test_two_threads_fetch_a_shard_once(mirror: tuple[FolderServer, list[FakeDump]], tmp_path: Path) -> None:
+    server, _ = mirror
+    plain = RemoteShardSet.open(server.url)
+    caches = [ShardCache(CacheConfig(tmp_path / "c", 1 << 30)) for _ in range(4)]
+    server.asked.clear()
+    threads = [
+        threading.Thread(target=cache.get, args=(plain.manifest.shards[1], Fetcher(server.url))) for cache in caches
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(server.asked) == 1
+    assert all(cache.map(plain.manifest.shards[1]) is not None for cache in caches)
+
+
+KILLED = """
+import os, signal, sys
+import eagle3_data.shards.cache as c
+c.WINDOW_BYTES = 4096
+from eagle3_data.shards import RemoteShardSet
+from eagle3_data.shards.fetch import Fetcher
+from pathlib import Path
+url, folder, after = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+data = RemoteShardSet.open(url, cache=c.CacheConfig(folder, 1 << 30))
+real, calls = Fetcher.read_into, [0]
+def read_into(self, path, ranges):
+    calls[0] += 1
+    if calls[0] > after:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, path, ranges)
+Fetcher.read_into = read_into
+data.cache_shard("train-000001.tar")
+"""
+
+
+def test_killed_download_goes_on_where_it_stopped(
+    mirror: tuple[FolderServer, list[FakeDump]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, dumps = mirror
+    done = subprocess.run([sys.executable, "-c", KILLED, server.url, str(tmp_path / "c"), "5"], check=False)
+    assert done.returncode == -9
+    assert sizes(tmp_path / "c") == {}
+    monkeypatch.setattr("eagle3_data.shards.cache.WINDOW_BYTES", 4096)
+    data = RemoteShardSet.open(server.url, cache=CacheConfig(tmp_path / "c", 1 << 30))
+    server.asked.clear()
+    assert data.cache_shard("train-000001.tar")
+    assert min(asked.start for asked in server.asked) == 5 * 4096
+    assert same(data.read(2), dumps[2])
+    # a part that lies about how far it got: found by the checksum, and fetched anew
+    (path,) = [p for p in (tmp_path / "c").iterdir() if p.suffix == ".tar"]
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(bytes(path.stat().st_size))
+    path.unlink()
+    part.with_name(f"{part.name}.done").write_text("8192")
+    assert RemoteShardSet.open(server.url, cache=CacheConfig(tmp_path / "c", 1 << 30)).cache_shard("train-000001.tar")
+
+
+# ------------------------------------------------------------- a mirror is not trusted
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("offset", -512),
+        ("offset", 1 << 40),
+        ("nbytes", 1 << 60),
+        ("nbytes", 0),
+        ("tokens", 0),
+        ("shard", "../../x.tar"),
+    ],
+)
+def test_lying_index_is_refused(tmp_path: Path, column: str, value: object) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    make_build(tmp_path / "b", LENGTHS)
+    path = tmp_path / "b" / "index" / "train.parquet"
+    table = pq.read_table(path)
+    values = table.column(column).to_pylist()
+    values[2] = value
+    place = table.schema.get_field_index(column)
+    pq.write_table(
+        table.set_column(place, table.schema.field(place), pa.array(values, table.schema.field(place).type)), path
+    )
+    for opened in (str(tmp_path / "b"), f"file://{tmp_path / 'b'}"):
+        with pytest.raises(ShardCorrupt):
+            open_samples(opened)
+
+
+def test_manifest_names_no_paths(tmp_path: Path) -> None:
+    make_build(tmp_path / "b", LENGTHS)
+    path = tmp_path / "b" / "manifest.json"
+    text = path.read_text()
+    for old, new in (("train-000001.tar", "../../x.tar"), ('"split": "train"', '"split": "../x"')):
+        assert old in text
+        path.write_text(text.replace(old, new))
+        with pytest.raises(ConfigError, match="not a manifest"):
+            open_samples(str(tmp_path / "b"))
+
+
+def test_states_of_another_width_are_refused(tmp_path: Path) -> None:
+    """A member that is whole in itself and not what the manifest says: its tensors never reach a loop."""
+    make_build(tmp_path / "b", LENGTHS)
+    data = ShardSet.open(tmp_path / "b")
+    lie = data.manifest.model_copy(update={"capture": replace(SPEC, layers=(1, 3), width=96).to_dict()})
+    lie.save(tmp_path / "b")
+    for opened in (str(tmp_path / "b"), f"file://{tmp_path / 'b'}"):
+        with pytest.raises(ShardCorrupt, match=r"last_hidden_state is .* the manifest says"):
+            open_samples(opened).read(1)
+        with pytest.raises(ShardCorrupt):
+            open_samples(opened).read_into(1, {LAST: torch.empty(64, 96, dtype=torch.bfloat16)})
+
+
+def test_garbage_is_no_mirror(tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir()
+    (tmp_path / "manifest.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ConfigError, match="not a manifest"):
+        RemoteShardSet.open(f"file://{tmp_path}")
+    make_build(tmp_path / "b", LENGTHS)
+    (tmp_path / "b" / "index" / "train.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(ShardCorrupt, match="index"):
+        RemoteShardSet.open(f"file://{tmp_path / 'b'}")

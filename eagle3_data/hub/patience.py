@@ -16,7 +16,7 @@ T = TypeVar("T")
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 """Errors of an operating system or a store that the same call would meet again."""
-TRANSPORT = ("httpx", "httpcore", "requests", "urllib3", "aiohttp", "botocore")
+TRANSPORT = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp", "botocore")
 """Libraries whose errors without an answer mean that the connection failed."""
 
 
@@ -91,8 +91,11 @@ class Patience:
     def __repr__(self) -> str:
         return f"Patience(first_s={self.first_s}, longest_s={self.longest_s}, total_s={self.total_s})"
 
-    def call(self, what: str, work: Callable[[], T]) -> T:
-        """`work()`. Raises MirrorError when it cannot succeed or did not in time, Stopped when `stop` is set."""
+    def call(self, what: str, work: Callable[[], T], *, also: tuple[int, ...] = ()) -> T:
+        """`work()`. Raises MirrorError when it cannot succeed or did not in time, Stopped when `stop` is set.
+
+        `also`: further HTTP status codes that are worth another try.
+        """
         deadline, pause = time.monotonic() + self.total_s, self.first_s
         while True:
             try:
@@ -102,7 +105,7 @@ class Patience:
             except Exception as error:
                 verdict = judge(error)
                 wait = pause if verdict.wait_s is None else verdict.wait_s
-                if not verdict.again or time.monotonic() + wait > deadline:
+                if not (verdict.again or verdict.status in also) or time.monotonic() + wait > deadline:
                     raise self.failure(what, error, verdict) from None
                 self.on_wait(f"{what}: {self.describe(error, verdict)}; again in {wait:.0f} s")
             self.wait(wait)

@@ -44,7 +44,7 @@ def judge(error: BaseException) -> Verdict:
         if isinstance(status, int):
             return Verdict(status in RETRIED, retry_after(response.headers), status)
     for one in chain:
-        if isinstance(one, Eagle3Error | LASTING):
+        if isinstance(one, (Eagle3Error, *LASTING)):
             return Verdict(False)
         if isinstance(one, ConnectionError | TimeoutError) or type(one).__module__.split(".")[0] in TRANSPORT:
             return Verdict(True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub import CommitOperationAdd, HfApi, HfFileSystem
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import EntryNotFoundError
 
 from eagle3_data.errors import MirrorError
@@ -59,18 +60,13 @@ class HubMirror:
         return self.patience.call(f"list {self.name}", work)
 
     def read(self, path: str) -> bytes | None:
-        def work() -> bytes | None:
-            try:
-                content: bytes = self._filesystem().cat_file(self._place(path))
-                return content
-            except FileNotFoundError:
-                return None
-
-        return self.patience.call(f"read {path} of {self.name}", work)
+        return self.patience.call(f"read {path} of {self.name}", lambda: self._get(path, {}))
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
         def work() -> bytes:
-            data: bytes = self._filesystem().cat_file(self._place(path), start=start, end=end, cache_type="none")
+            data = self._get(path, {"Range": f"bytes={start}-{end - 1}"})
+            if data is None:
+                raise MirrorError(f"{self.url} has no {path} any more")
             if len(data) != end - start:
                 raise ConnectionError(f"{len(data)} of {end - start} bytes came")
             return data
@@ -137,12 +133,19 @@ class HubMirror:
         )
         return str(info.sha)
 
-    def _filesystem(self) -> HfFileSystem:
-        """A new one each time: fsspec would hand out an instance made for another endpoint or another token."""
-        return HfFileSystem(endpoint=self.api.endpoint, token=self.api.token, skip_instance_cache=True)
+    def _get(self, path: str, headers: dict[str, str]) -> bytes | None:
+        """Content at `head`; None for 404. The session takes the token along on no redirect to another host."""
+        url = f"{self.api.endpoint}/datasets/{self.name}/resolve/{self.head}/{urllib.parse.quote(path)}"
+        response = huggingface_hub.utils.get_session().get(url, headers={**self._headers(), **headers})
+        if response.status_code == 404:
+            return None
+        response.raise_for_status()
+        content: bytes = response.content
+        return content
 
-    def _place(self, path: str) -> str:
-        return f"datasets/{self.name}@{self.head}/{path}"
+    def _headers(self) -> dict[str, str]:
+        headers: dict[str, str] = huggingface_hub.utils.build_hf_headers(token=self.api.token)
+        return headers
 
     def _choose_transport(self) -> None:
         """`huggingface_hub` always takes xet when hf_xet is installed, and has no way back on a hub without it."""
@@ -153,10 +156,9 @@ class HubMirror:
 
     def _has_xet(self) -> bool:
         url = f"{self.api.endpoint}/api/datasets/{self.name}/xet-write-token/{self.revision}"
-        headers = huggingface_hub.utils.build_hf_headers(token=self.api.token)
 
         def work() -> bool:
-            response = huggingface_hub.utils.get_session().get(url, headers=headers)
+            response = huggingface_hub.utils.get_session().get(url, headers=self._headers())
             if response.status_code in (429, 500, 502, 503, 504):
                 response.raise_for_status()
             return response.status_code == 200

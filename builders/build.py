@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from eagle3_data.builders.connect import Probed, foreign_info, make_pool, probe, spec_of
 from eagle3_data.builders.extract import Extractor, Order
 from eagle3_data.builders.ledger import Ledger
+from eagle3_data.builders.mirroring import build_beside
 from eagle3_data.builders.plan import Plan, check_plan
 from eagle3_data.builders.resume import all_plans, next_incarnation, open_manifest
 from eagle3_data.builders.samples.store import SampleStore
@@ -22,6 +23,7 @@ from eagle3_data.builders.sink import ShardSink
 from eagle3_data.builders.stored import load_store, make_folder
 from eagle3_data.card import write_card
 from eagle3_data.errors import ConfigError, ServerUnfit
+from eagle3_data.hub.beside import PushBeside
 from eagle3_data.journal import Journal, Tick, journal_path, read_tail
 from eagle3_data.runlock import RunLock, work_folder
 from eagle3_data.server.client import ServerClient
@@ -40,15 +42,24 @@ def build(
     make_folder(config.out)
     with RunLock(config.out):
         store = load_store(config, on_text)
-        return asyncio.run(_build(config, store, on_tick, on_text, order))
+        if config.mirror is None:
+            return asyncio.run(_build(config, store, None, on_tick, on_text, order))
+        return build_beside(
+            config, lambda beside: asyncio.run(_build(config, store, beside, on_tick, on_text, order)), on_text
+        )
 
 
 async def _build(
-    config: BuildConfig, store: SampleStore, on_tick: OnTick, on_text: Callable[[str], None], order: Order | None
+    config: BuildConfig,
+    store: SampleStore,
+    beside: PushBeside | None,
+    on_tick: OnTick,
+    on_text: Callable[[str], None],
+    order: Order | None,
 ) -> BuildReport:
     found = await _servers(config)
     try:
-        return await _run(config, store, found, on_tick, on_text, order)
+        return await _run(config, store, found, beside, on_tick, on_text, order)
     finally:
         for one in found:
             await one.client.close()
@@ -58,10 +69,12 @@ async def _run(
     config: BuildConfig,
     store: SampleStore,
     found: list[Probed],
+    beside: PushBeside | None,
     on_tick: OnTick,
     on_text: Callable[[str], None],
     order: Order | None,
 ) -> BuildReport:
+    scratch = beside.scratch if beside else None
     spec = spec_of(found[0].infos[0], config.model, config.last)
     if config.layers is not None and spec.layers != config.layers:
         raise ServerUnfit(
@@ -78,6 +91,7 @@ async def _run(
         written=manifest.nbytes,
         context_length=min(info.context_length for one in found for info in one.infos),
         key_of=lambda row: store.row(row).key,
+        scratch_bytes=scratch.limit_bytes if scratch else None,
     )
     on_text(
         f"{len(base.rows):,} samples, {base.total_tokens:,} tokens -> {len(base)} shards; "
@@ -104,6 +118,7 @@ async def _run(
         on_tick=write_tick,
         interval_s=config.interval_s,
         order=order,
+        scratch=scratch,
     )
     phase, note = "failed", ""
     try:

@@ -19,16 +19,19 @@ import numpy as np
 
 from eagle3_data.builders.dumps import Request, open_dump
 from eagle3_data.builders.ledger import Failure
+from eagle3_data.builders.plan import PlannedShard
 from eagle3_data.builders.pool import FlowConfig, Server, ServerPool
 from eagle3_data.builders.samples.store import Sample
 from eagle3_data.builders.sink import ShardSink, free_bytes
 from eagle3_data.errors import BuildFailed, ConnectionLost, DumpMismatch, Eagle3Error, RequestTimeout
+from eagle3_data.hub.scratch import Scratch
 from eagle3_data.journal import Event, Tick
 from eagle3_data.protocol import RequestId
 
 ATTEMPTS_PER_RUN = 100
 """Attempt numbers of process n start at n * 100, so a restarted builder never reuses an id that may be in flight."""
 BACKOFF_S = 0.5
+ROOM_POLL_S = 0.2
 DEATHS = 5
 """A sample that was in flight at this many server deaths is given up: it may be what kills them."""
 
@@ -54,6 +57,8 @@ class PlanOrder:
 
     async def jobs(self, extractor: Extractor) -> AsyncIterator[Job]:
         for planned in chain.from_iterable(extractor.sink.plans):
+            if not await extractor.room(planned):
+                return
             rows = extractor.sink.open_shard(planned)
             if not rows:
                 await extractor.sink.seal_if_settled(planned.name)
@@ -77,9 +82,11 @@ class Extractor:
         on_tick: Callable[[Tick], None],
         interval_s: float = 5.0,
         order: Order | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
-        self.sink, self.pool, self.flow = sink, pool, flow
+        self.sink, self.pool, self.flow, self.scratch = sink, pool, flow, scratch
         self.order: Order = order or PlanOrder()
+        self._room_note = ""
         self.run_id, self.incarnation, self.max_failures = run, incarnation, max_failures
         self.on_tick, self.interval_s = on_tick, interval_s
         self.retried: Counter[str] = Counter()
@@ -162,7 +169,7 @@ class Extractor:
             free_bytes=free_bytes(sink.folder),
             servers_up=up,
             servers=len(self.pool.servers),
-            note=note or sink.note or waiting,
+            note=note or sink.note or self._room_note or waiting,
         )
 
     def _done_sending(self) -> bool:
@@ -174,6 +181,17 @@ class Extractor:
             return
         timeout = self.flow.grace_s if self._done_sending() else None
         await asyncio.wait(self._tasks, timeout=timeout)
+
+    async def room(self, planned: PlannedShard) -> bool:
+        """Wait until the shard may be begun: sealed ones go to the mirror and are removed. False when the run ends."""
+        if self.scratch is None or self.sink.is_sealed(planned.name):
+            return not self._done_sending()
+        while not self._done_sending() and not self.scratch.begin(planned.name, planned.nbytes):
+            self._room_note = self.scratch.note
+            await self._send_retries()
+            await asyncio.sleep(ROOM_POLL_S)
+        self._room_note = ""
+        return not self._done_sending()
 
     async def _send_retries(self) -> None:
         while self._retry and not self._done_sending():

@@ -88,10 +88,19 @@ class Plan:
         return (self.shard(i) for i in range(len(self)))
 
 
-def check_plan(plan: Plan, out: Path, *, written: int, context_length: int, key_of: Callable[[int], str]) -> None:
+def check_plan(
+    plan: Plan,
+    out: Path,
+    *,
+    written: int,
+    context_length: int,
+    key_of: Callable[[int], str],
+    scratch_bytes: int | None = None,
+) -> None:
     """Refuse what cannot work, before any request is sent.
 
-    `written`: bytes of the plan that are on disk already; `key_of` names the sample of a row. Raises
+    `written`: bytes of the plan that are on disk already; `key_of` names the sample of a row;
+    `scratch_bytes`: what may lie here at once when shards are removed after their mirror confirmed them. Raises
     ConfigError for samples that the server or the format cannot take, BuildFailed when the disk is too small.
     """
     longest = int(plan.tokens.max(initial=0))
@@ -111,6 +120,14 @@ def check_plan(plan: Plan, out: Path, *, written: int, context_length: int, key_
             next=f"--max-tokens {limit}",
         )
     free, need = shutil.disk_usage(out).free, plan.nbytes - written
+    if scratch_bytes is not None:
+        largest = max((shard.nbytes for shard in plan), default=0)
+        if largest > scratch_bytes:
+            raise ConfigError(
+                f"a shard takes {format_bytes(largest)}, --scratch is {format_bytes(scratch_bytes)}",
+                next="a larger --scratch, or a smaller --shard-size",
+            )
+        need = min(need, scratch_bytes)
     if need > free:
         raise BuildFailed(
             f"the shards need {format_bytes(need)} more and {out} has {format_bytes(free)} free",

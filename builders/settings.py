@@ -40,6 +40,12 @@ class BuildConfig:
     retry_failed: bool = False
     """Try the given-up samples of earlier runs again, in shards of their own."""
     interval_s: float = 5.0
+    mirror: str | None = None
+    """Push while building: ORG/NAME on the hub, or any fsspec URL."""
+    delete_local: bool = False
+    """Remove a sealed shard here once the mirror confirmed its size and sha256."""
+    scratch_bytes: int | None = None
+    """With `delete_local`: shard bytes that may lie here at once; None: four fifths of what is free."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_failure_share <= 1:
@@ -47,6 +53,10 @@ class BuildConfig:
         for name, value, known in (("--last", self.last, LAST_STATES), ("--matching", self.matching, STRENGTHS)):
             if value not in known:
                 raise ConfigError(f"{name} {value!r} is not one of {', '.join(known)}")
+        if self.mirror is None and (self.delete_local or self.scratch_bytes is not None):
+            raise ConfigError("--delete-local and --scratch need --mirror")
+        if self.scratch_bytes is not None and not self.delete_local:
+            raise ConfigError("--scratch needs --delete-local", next="without it every shard stays here")
         if self.matching == "token_count" and self.spool is None:
             raise ConfigError(
                 "matching by token count needs --spool", next="or use a server with the eagle3-data plugin"

@@ -49,16 +49,19 @@ class ShardSink:
         self.moving = threading.Lock()
         """Held while a seal closes gaps: then samples of open shards lie elsewhere than `find` said."""
 
+    def is_sealed(self, name: str) -> bool:
+        return any(row.name == name for row in self.manifest.shards)
+
     def open_shard(self, planned: PlannedShard) -> list[int]:
         """Open (or reopen) a shard; returns the rows of the store that it still needs, in order."""
-        if any(row.name == planned.name for row in self.manifest.shards):
+        if self.is_sealed(planned.name):
             return []
         places = []
         for row, offset in zip(planned.rows.tolist(), planned.offsets.tolist(), strict=True):
             sample = self.store.row(row)
             places.append(Place(sample.key, sample.id, sample.tokens, offset))
         self._recover(planned.name)
-        if any(row.name == planned.name for row in self.manifest.shards):
+        if self.is_sealed(planned.name):
             return []
         shard = OpenShard(self.folder, planned.name, places, self.spec)
         for key in shard.places:

@@ -136,6 +136,12 @@ class DatasetUnavailable(Eagle3Error):
     reason = "unavailable"
 
 
+class MirrorError(Eagle3Error):
+    """A mirror that cannot be written, read or trusted. What it has confirmed stays."""
+
+    reason = "mirror"
+
+
 class TrainingError(Eagle3Error):
     """Training or export cannot go on (non-finite loss, foreign checkpoint, unsupported target)."""
 

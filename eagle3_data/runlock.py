@@ -21,10 +21,10 @@ def work_folder(folder: Path) -> Path:
 
 
 class RunLock:
-    """Context manager. Raises ConfigError, naming the holder, when another process builds here."""
+    """Context manager. Raises ConfigError, naming the holder, when another process builds (or `name`s) here."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = work_folder(folder) / "lock"
+    def __init__(self, folder: Path, name: str = "lock", who: str = "builder") -> None:
+        self.path, self.who = work_folder(folder) / name, who
 
     def __enter__(self) -> RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ class RunLock:
         except BlockingIOError:
             self._file.close()
             raise ConfigError(
-                f"another builder works in {self.path.parent.parent} ({describe(holder(self.path))})",
+                f"another {self.who} works in {self.path.parent.parent} ({describe(holder(self.path))})",
                 next="eagle3-data status, or wait for it to end",
             ) from None
         self._file.truncate(0)

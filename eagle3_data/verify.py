@@ -16,6 +16,7 @@ import xxhash
 
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import Eagle3Error, ShardCorrupt
+from eagle3_data.hub.notes import deleted_shards
 from eagle3_data.manifest import FAILURES, Manifest, ShardRow
 from eagle3_data.protocol import AUX, IDS, LAST, MASK, ids_digest
 from eagle3_data.shards.index import read_index
@@ -42,6 +43,8 @@ class Problem:
 class VerifyReport:
     folder: Path
     shards: int = 0
+    mirrored: int = 0
+    """Shards that are not here because a mirror confirmed them (`push --delete-local`); check those there."""
     samples: int = 0
     tokens: int = 0
     nbytes: int = 0
@@ -75,9 +78,12 @@ def verify(folder: Path, *, on_shard: Callable[[ShardRow], None] = lambda row: N
         report.problems.append(Problem(f"index: {error}"))
         index = None
     rows = _index_rows(index)
+    elsewhere = deleted_shards(folder)
+    here = [row for row in manifest.shards if row.name not in elsewhere or (folder / "data" / row.name).exists()]
+    report.mirrored = len(manifest.shards) - len(here)
     seen: dict[str, str] = {}
     with ThreadPoolExecutor(workers) as threads:
-        checks = (threads.submit(_check_shard, folder, manifest.spec, row, rows) for row in manifest.shards)
+        checks = (threads.submit(_check_shard, folder, manifest.spec, row, rows) for row in here)
         for result in (check.result() for check in list(checks)):
             _count(report, result, seen)
             on_shard(result.row)
@@ -191,5 +197,5 @@ def _check_totals(folder: Path, manifest: Manifest, report: VerifyReport) -> Ite
     saved, skipped = manifest.saved, sum(manifest.plan.skipped.values())
     if manifest.state == "complete" and saved + len(rows) + skipped != manifest.plan.planned:
         yield Problem(f"saved {saved} + failed {len(rows)} + skipped {skipped} != planned {manifest.plan.planned}")
-    if not report.problems and report.samples != manifest.saved:
+    if not report.problems and not report.mirrored and report.samples != manifest.saved:
         yield Problem(f"{report.samples} samples found, the manifest says {manifest.saved}")

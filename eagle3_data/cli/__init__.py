@@ -18,6 +18,8 @@ COMMANDS = {
     "retry": ("build", "retry_command", "Try the failed samples of a build again."),
     "status": ("status", "status_command", "How far, how fast, alive or not."),
     "verify": ("verify", "verify_command", "Check every byte of a build."),
+    "push": ("mirror", "push_command", "Send sealed shards to a hub or any URL."),
+    "pull": ("mirror", "pull_command", "Fetch a mirror, checksums verified."),
     "train": ("train", "train_command", "Train an EAGLE-3 draft on a build."),
     "export": ("train", "export_command", "Write a draft for SGLang or vLLM, samples for other trainers."),
     "import": ("exchange", "import_command", "Take over drafts and states of SpecForge and speculators."),

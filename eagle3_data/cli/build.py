@@ -76,6 +76,13 @@ def build_command(
     spool: Annotated[
         Path | None, typer.Option(help="Only with --matching token_count: where req_* folders appear.")
     ] = None,
+    mirror: Annotated[str | None, typer.Option(help="Push while building: ORG/NAME on the hub, or a URL.")] = None,
+    delete_local: Annotated[
+        bool, typer.Option("--delete-local", help="Remove shards once the mirror confirmed size and sha256.")
+    ] = False,
+    scratch: Annotated[
+        str | None, typer.Option(help="With --delete-local: largest local space for shards, e.g. 200GiB.")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)
     ] = None,
@@ -107,6 +114,9 @@ def build_command(
         spool=spool,
         api_key=api_key,
         trust_remote_code=trust_remote_code,
+        mirror=mirror,
+        delete_local=delete_local,
+        scratch_bytes=parse_size(scratch) if scratch else None,
     )
     run_build(config)
 

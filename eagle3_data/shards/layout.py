@@ -114,6 +114,11 @@ class BlockLayout:
         return HEAD_BYTES + self.member_bytes + -self.member_bytes % TAR_BLOCK
 
 
+def shard_number(name: str) -> int:
+    """`train-000012.tar` -> 12. Raises ValueError for another name."""
+    return int(name.removesuffix(".tar").rpartition("-")[2])
+
+
 def block_layout(spec: CaptureSpec, tokens: int) -> BlockLayout:
     state_bytes = tokens * spec.state_bytes_per_token
     return BlockLayout(tokens, HEADER_BYTES + state_bytes + 5 * tokens, state_bytes)

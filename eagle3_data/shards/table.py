@@ -55,7 +55,7 @@ class SampleTable(abc.ABC):
         keys: list[str] = self.index.column("key").to_pylist()
         return keys
 
-    @property
+    @functools.cached_property
     def capture(self) -> CaptureSpec:
         return self.manifest.spec
 
@@ -67,7 +67,7 @@ class SampleTable(abc.ABC):
     def fingerprint(self) -> str:
         return self.manifest.content_id
 
-    @property
+    @functools.cached_property
     def columns(self) -> tuple[str, ...]:
         return tuple(name for name in COLUMNS if name != LAST or self.capture.last == "hidden")
 

@@ -66,9 +66,10 @@ def split_samples(keys: Sequence[str], tokens: npt.NDArray[np.int32], config: Da
     wanted = min(round(len(usable) * config.holdout_share), config.holdout_max_samples)
     if config.holdout_share > 0 and config.holdout_max_samples > 0 and len(usable) > 1:
         wanted = max(wanted, 1)
-    ranks = {int(i): hashlib.blake2b(f"{seed}:{keys[int(i)]}".encode(), digest_size=8).digest() for i in usable}
-    holdout = np.array(sorted(sorted(ranks, key=ranks.__getitem__)[:wanted]), dtype=np.int64)
-    train = np.setdiff1d(usable, holdout).astype(np.int64)
+    digests = b"".join(hashlib.blake2b(f"{seed}:{keys[i]}".encode(), digest_size=8).digest() for i in usable.tolist())
+    chosen = np.zeros(len(usable), dtype=bool)
+    chosen[np.argsort(np.frombuffer(digests, ">u8"), kind="stable")[:wanted]] = True
+    holdout, train = usable[chosen].astype(np.int64), usable[~chosen].astype(np.int64)
     if len(train) == 0:
         raise ConfigError(
             f"no sample to train on: {len(keys)} in the data, {len(keys) - len(usable)} too short, {wanted} held out"

@@ -24,6 +24,8 @@ from eagle3_data import durable
 from eagle3_data.errors import ConfigError, TrainingError
 
 MAP_VERSION = 1
+COUNT_AT_ONCE = 1 << 18
+"""Supervised tokens that are counted together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,28 @@ class VocabMap:
 def count_tokens(samples: Iterable[tuple[Tensor, Tensor]], vocab_size: int) -> npt.NDArray[np.int64]:
     """Occurrences of each target id among supervised tokens: int64 [V]. `samples`: (input_ids [T], loss_mask [T])."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for ids, mask in samples:
-        supervised = ids[mask.bool()].numpy()
+    waiting: list[npt.NDArray[np.int32]] = []
+    tokens = 0
+
+    def add() -> None:
+        """Some samples at once: a count of the whole vocabulary for each alone would be most of the work."""
+        nonlocal tokens
+        supervised = np.concatenate(waiting) if waiting else np.empty(0, np.int32)
         if supervised.size and (supervised.min() < 0 or supervised.max() >= vocab_size):
             raise ConfigError(
                 f"the data has token id {int(supervised.max())}, the target's vocabulary has {vocab_size}",
                 next="set target.model to the model that the data was captured from",
             )
-        counts += np.bincount(supervised, minlength=vocab_size)
+        counts[:] += np.bincount(supervised, minlength=vocab_size)
+        waiting.clear()
+        tokens = 0
+
+    for ids, mask in samples:
+        waiting.append(ids.numpy()[mask.numpy() != 0])
+        tokens += len(waiting[-1])
+        if tokens >= COUNT_AT_ONCE:
+            add()
+    add()
     return counts
 
 

@@ -126,7 +126,7 @@ class SampleTable(abc.ABC):
     def fingerprint(self) -> str:
         return self.manifest.content_id
 
-    @property
+    @functools.cached_property
     def columns(self) -> tuple[str, ...]:
         return tuple(name for name in COLUMNS if name != LAST or self.capture.last == "hidden")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from eagle3_data.protocol import MASK
 from eagle3_data.train.config import parse_config
 from eagle3_data.train.trainer import Trainer
 from tests.models import tiny_model
@@ -16,6 +17,8 @@ from tests.train.fakes import random_samples
 
 LENGTHS = [20, 40, 60, 33, 12, 64, 50, 28, 9, 45, 70, 17, 61] * 2
 """Batches of unequal length: nothing is ever concatenated across ranks (C62)."""
+ALONE = 70
+"""Samples of this length fill a micro-batch alone and have nothing to train: the rank that gets one must not hang."""
 
 
 def values(out: Path, epochs: int) -> dict[str, Any]:
@@ -33,6 +36,9 @@ def values(out: Path, epochs: int) -> dict[str, Any]:
 def main(out: Path, epochs: int, stop_at: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     data = random_samples(LENGTHS, width=64, vocab=768, layers=(1, 3, 4))
+    for sample, length in zip(data.samples, LENGTHS, strict=True):
+        if length == ALONE:
+            sample[MASK].zero_()
     trainer = Trainer(parse_config(values(out, epochs), source="test"), data)
     used: list[list[list[int]]] = []
     make = trainer._step

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3_data.errors import TrainingError
+from eagle3_data.protocol import default_aux_layers
 from eagle3_data.train.checkpoint import DRAFT, read_draft, write_checkpoint
 from eagle3_data.train.engines import captured_by, engine_layers
 from eagle3_data.train.export import export_draft, layer_config, lint_folder, sglang_config
@@ -213,3 +214,14 @@ def test_transformers_reads_the_layer_config() -> None:
     assert config.num_hidden_layers == 1
     rope = getattr(config, "rope_parameters", None) or {**config.rope_scaling, "rope_theta": config.rope_theta}
     assert (rope["rope_theta"], rope["factor"], rope["rope_type"]) == (50000.0, 64.0, "yarn")
+
+
+def test_a_qwen3_draft_asks_for_the_layers_that_were_captured(tmp_path: Path) -> None:
+    """C10: 36 layers, default aux layers. The captured half is tests/server/test_builds.py, on the real server."""
+    layers = default_aux_layers(36)
+    assert layers == (1, 17, 32)
+    checkpoint(tmp_path / "c", aux_layers=layers, target_layers=36, target_architecture="Qwen3ForCausalLM")
+    export_draft(tmp_path / "c", tmp_path / "out")
+    ids = config_of(tmp_path / "out")["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert captured_by("sglang", ids, "Qwen3ForCausalLM") == layers
+    assert captured_by("vllm", engine_layers("vllm", layers, "Qwen3ForCausalLM"), "Qwen3ForCausalLM") == layers

@@ -27,11 +27,12 @@ class Ran:
     weights: dict[str, torch.Tensor]
 
 
-def run(out: Path, world: int, *, epochs: int = 2, stop_at: int = 0) -> Ran:
+def run(out: Path, world: int, *, epochs: int = 2, stop_at: int = 0, env: dict[str, str] | None = None) -> Ran:
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
     common |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # else Accelerate gives every rank all cores
+    common |= env or {}
     if world > 1:
         common["WORLD_SIZE"] = str(world)
     ranks = [
@@ -98,3 +99,19 @@ def test_killed_twice_and_resumed_at_other_world_sizes(one_rank: Ran, tmp_path: 
     assert first.steps == [2, 2]
     assert first.samples + second.samples + third.samples == one_rank.samples
     assert_same(Ran(one_rank.samples, third.losses, third.steps, third.weights), one_rank)
+
+
+ON_GPUS = {"ACCELERATE_USE_CPU": "false"}
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP", **ON_GPUS}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="Accelerate has FSDP2 on accelerators alone; needs two GPUs")
+def test_fsdp2_trains_as_one_rank_and_resumes_from_it(tmp_path: Path) -> None:
+    """Parameters and moments in two shards; stopped, gone on with by one rank without FSDP, and sharded again."""
+    alone = run(tmp_path / "alone", 1, env=ON_GPUS)
+    out = tmp_path / "sharded"
+    first = run(out, 2, stop_at=2, env=FSDP2)
+    second = run(out, 1, stop_at=4, env=ON_GPUS)
+    third = run(out, 2, env=FSDP2)
+    assert first.samples + second.samples + third.samples == alone.samples
+    assert_same(Ran(alone.samples, third.losses, third.steps, third.weights), alone)

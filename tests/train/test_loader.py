@@ -10,6 +10,7 @@ import torch
 
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.shards import ShardSet
+from eagle3_data.shards.remote import RemoteShardSet
 from eagle3_data.train.config import BatchConfig, DataConfig
 from eagle3_data.train.loader import BufferPool, Collator, HostBatch, LoadedStep, Prefetcher, Samples
 from eagle3_data.train.plan import Cursor, EpochPlan, split_samples
@@ -124,6 +125,24 @@ def test_real_shards(tmp_path: Path) -> None:
                 seen += host.micro.samples
                 pool.give(host.buffer)
     assert sorted(seen) == list(range(14))
+
+
+def test_samples_of_a_mirror(tmp_path: Path) -> None:
+    """The same micro-batches, read by byte ranges."""
+    make_build(tmp_path / "build", lengths=[5, 64, 9, 100, 17, 8, 31, 70], per_shard=3)
+    local, remote = ShardSet.open(tmp_path / "build"), RemoteShardSet.open(f"file://{tmp_path / 'build'}")
+    plan = make_plan(remote, BatchConfig(micro_batch_tokens=128, batches_per_step=2))
+    assert plan.key == make_plan(local, BatchConfig(micro_batch_tokens=128, batches_per_step=2)).key
+    loader, pool = make_loader(remote, plan)
+    seen = []
+    with loader:
+        for _, batches in loader:
+            for host in batches:
+                assert host is not None
+                check_batch(host, local)
+                seen += host.micro.samples
+                pool.give(host.buffer)
+    assert sorted(seen) == list(range(8))
 
 
 def drain(loader: Prefetcher, pool: BufferPool) -> None:

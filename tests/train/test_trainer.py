@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from eagle3_data.builders.samples.spec import SampleSpec
@@ -222,3 +223,22 @@ def test_the_rows_are_those_that_the_data_says_unless_told(
     manifest.model_copy(update={"samples": {"alignment": "eagle"}}).save(tmp_path / "build")
     with pytest.raises(ConfigError, match="alignment 'eagle'"):
         _ = ShardSet.open(tmp_path / "build").alignment
+
+
+def test_bf16_keeps_float32_master_weights(make_config: MakeConfig, data: MemorySamples, tmp_path: Path) -> None:
+    wide = Trainer(make_config("optim.epochs=1", output=tmp_path / "fp32"), data).run()
+    AcceleratorState._reset_state()  # the precision belongs to the process
+    report = Trainer(make_config("optim.epochs=1", "run.precision=bf16", output=tmp_path / "bf16"), data).run()
+    AcceleratorState._reset_state()
+    assert {tensor.dtype for name, tensor in weights(report.checkpoint).items() if name not in ("d2t", "t2d")} == {
+        torch.float32
+    }
+    assert report.state.last_loss == pytest.approx(wide.state.last_loss, rel=0.03)
+    assert report.state.last_loss != wide.state.last_loss
+
+
+def test_trackers_get_the_metrics(make_config: MakeConfig, data: MemorySamples) -> None:
+    pytest.importorskip("tensorboard")
+    report = Trainer(make_config("optim.epochs=1", "run.trackers=[tensorboard]"), data).run()
+    events = [path for path in report.output.rglob("events.out.tfevents.*") if path.stat().st_size > 500]
+    assert events

@@ -1,4 +1,4 @@
-"""The GPU benchmarks, as far as no server is needed: tables from results, the held-out tenth, dumps taken as they come."""
+"""The GPU benchmarks, as far as no server is needed: tables from results, the held-out tenth, dumps taken."""
 
 from __future__ import annotations
 

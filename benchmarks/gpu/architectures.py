@@ -3,8 +3,8 @@
     python benchmarks/gpu/architectures.py --out RESULT.json [--shapes kimi_k25,qwen3_moe,gpt_oss,llama_8b]
     python benchmarks/gpu/architectures.py --out RESULT.json --device cpu --shapes tiny --tokens 96
 
-Made-up weights at full width with few layers. One prompt at a time, so that one prompt is one forward. What SGLang or the
-plugin refuses is written down with its message.
+Made-up weights at full width with few layers. One prompt at a time, so that one prompt is one forward. What SGLang or
+the plugin refuses is written down with its message.
 """
 
 from __future__ import annotations

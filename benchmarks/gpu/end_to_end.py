@@ -1,10 +1,10 @@
 """From questions to a faster server with SmolLM2-135M-Instruct's real weights: answer, build, train, evaluate.
 
-    python benchmarks/gpu/end_to_end.py --out RESULT.json --work FOLDER --prompts prompts.jsonl      under ten minutes
-    python benchmarks/gpu/end_to_end.py --out RESULT.json --work FOLDER --prompts P --device cpu --answers 8 --minutes 0.3
+    python benchmarks/gpu/end_to_end.py --out RESULT.json --work FOLDER --prompts prompts.jsonl     under ten minutes
+    ... --device cpu --answers 8 --answer-tokens 24 --in-flight 8 --minutes 0.3 --heldout 2 --evaluate-at 2  to try it
 
-A fixed tenth of each source (by a hash of the id) is never answered for training and is what the draft is evaluated on.
-Every stage leaves its result in FOLDER and is skipped when that is there, so a run that is cut off goes on in a later call.
+A fixed tenth of each source (by a hash of the id) is never answered for training; the draft is evaluated on it.
+Every stage leaves its result in FOLDER and is skipped when that is there, so a run that is cut off goes on later.
 MFU counts the draft's matrix products alone (6 x weights x supervised position x step; attention scores, the teacher's
 logits and padding are not counted), over the card's bfloat16 rate given with --peak-tflops.
 """
@@ -96,7 +96,11 @@ class EndToEnd:
                     questions, self.model, spec, [server.url], out, in_flight=options.in_flight
                 ).output_tokens
             seconds = time.monotonic() - began
-        return {"questions": min(options.answers, len(self.train_rows)), "tokens": tokens, "tokens_per_s": tokens / seconds}
+        return {
+            "questions": min(options.answers, len(self.train_rows)),
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+        }
 
     def build(self) -> dict[str, Any]:
         spool = self.options.memory / f"eagle3-{self.work.name}-spool"

@@ -1,10 +1,10 @@
-"""Real weights (SmolLM2-135M-Instruct): captured states against transformers, and their logits against the server's top-1.
+"""Real weights (SmolLM2-135M-Instruct): states against transformers, logits against the server's top-1.
 
     python benchmarks/gpu/fidelity.py --out RESULT.json --prompts prompts.jsonl       about six minutes on one GPU
     python benchmarks/gpu/fidelity.py --out RESULT.json --prompts prompts.jsonl --device cpu --limit 4 --dtypes float32
 
-Three servers in turn: bfloat16, bfloat16 with decode graphs, float32. The prompts are rendered questions, each followed by
-its own greedy answer, so positions are those of real data. Top-1 is what the server itself says at every position
+Three servers in turn: bfloat16, bfloat16 with decode graphs, float32. The prompts are rendered questions, each followed
+by its own greedy answer, so positions are those of real data. Top-1 is what the server itself says at every position
 (`top_logprobs_num`); where ours differs, the gap of the two logits is reported, since bfloat16 ties are no error.
 """
 

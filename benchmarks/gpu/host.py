@@ -1,7 +1,7 @@
 """What all GPU benchmarks share: the servers they start, what the machine says of itself, and the results file.
 
-On a machine without a GPU (`--device cpu`, with a tiny model) every script runs the same way: that is how they are tried
-before they cost device time. A result says on which device it was taken; `tables.py` prints none that was not on a GPU.
+On a machine without a GPU (`--device cpu`, with a tiny model) every script runs the same way: so they are tried before
+they cost device time. A result says on which device it was taken; `tables.py` prints none that was not on a GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Host:
         share = ("--mem-fraction-static", str(self.memory_share))
         return (*shared, "--attention-backend", "triton", "--sampling-backend", "pytorch", *share)
 
-    def config(self, model: Path, *, spool: Path | None, more: tuple[str, ...] = NO_GRAPHS, **named: Any) -> ServerConfig:
+    def config(
+        self, model: Path, *, spool: Path | None, more: tuple[str, ...] = NO_GRAPHS, **named: Any
+    ) -> ServerConfig:
         settings = SpoolConfig(high_water_bytes=16 * GIB, pinned_bytes=8 * GIB)
         if self.cpu:
             settings = SpoolConfig(high_water_bytes=GIB // 4, pinned_bytes=GIB // 4, writers=2)
@@ -68,7 +70,9 @@ class Host:
         )
 
     @contextlib.contextmanager
-    def serving(self, config: ServerConfig, name: str, *, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
+    def serving(
+        self, config: ServerConfig, name: str, *, env: Mapping[str, str] | None = None
+    ) -> Iterator[ServerProcess]:
         began = time.monotonic()
         if env:
             config = replace(config, env={**config.env, **env})

@@ -1,11 +1,11 @@
 """What capture costs: the same load on a plain server, on a capturing one, and through the whole build.
 
     python benchmarks/gpu/overhead.py --out RESULT.json                       about nine minutes on one GPU
-    python benchmarks/gpu/overhead.py --out RESULT.json --device cpu --shape tiny --tokens 64 --in-flight 1,4 --budget 1000
+    ... --device cpu --shape tiny --tokens 64 --in-flight 1,4 --budget 1000   to try it
 
-Both servers stay up and take turns, `--repeats` times, so a drifting machine favours neither. A case's figure is the median; the
-ratios are those of one round. `--soak N` sends N short prompts first and compares the capturing server's GPU memory
-before and after.
+Both servers stay up and take turns, `--repeats` times, so a drifting machine favours neither. A case's figure is the
+median; the ratios are those of one round. `--soak N` sends N short prompts first and compares the capturing server's
+GPU memory before and after.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def main() -> None:
     parser.add_argument("--kv-tokens", type=int, default=200_000, help="of each server: two share the GPU")
     parser.add_argument("--soak", type=int, default=0, help="short prompts for the memory check")
     parser.add_argument("--disk", type=Path, default=Path("/tmp"), help="folder for shards on a disk")
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="folder for the spool and shards in memory")
+    parser.add_argument(
+        "--memory", type=Path, default=Path("/dev/shm"), help="folder for the spool and shards in memory"
+    )
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     bench = Bench(options)

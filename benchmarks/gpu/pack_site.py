@@ -21,14 +21,53 @@ import zipfile
 from pathlib import Path
 
 MANYLINUX = ("2_34", "2_31", "2_28", "2_27", "2_26", "2_24", "2_17", "2014", "2_5", "1")
-REQUIREMENTS = """
-sglang==0.5.17 sglang-kernel==0.4.5 transformers==5.12.1 tokenizers==0.22.2 flashinfer_python==0.6.15.post1
-apache-tvm-ffi==0.1.11 compressed-tensors==0.17.0 xgrammar==0.2.7 openai==2.6.1 quack-kernels==0.6.5 gguf==0.19.0
-annotated-types blobfile cffi cuda-python==13.4.4 dill==0.4.1 distro easydict fastapi==0.165.0 starlette==1.10.0
-interegular jiter jsonschema jsonschema-specifications referencing rpds-py loguru msgspec orjson opentelemetry-api
-partial-json-parser pybase64 pycparser pydantic==2.14.4 pydantic-core==2.50.5 python-multipart pyzmq setproctitle
-sniffio soundfile typing-inspection uvicorn datasets==5.2.0 multiprocess xxhash
-""".split()
+REQUIREMENTS = (
+    "sglang==0.5.17",
+    "sglang-kernel==0.4.5",
+    "transformers==5.12.1",
+    "tokenizers==0.22.2",
+    "flashinfer_python==0.6.15.post1",
+    "apache-tvm-ffi==0.1.11",
+    "compressed-tensors==0.17.0",
+    "xgrammar==0.2.7",
+    "openai==2.6.1",
+    "quack-kernels==0.6.5",
+    "gguf==0.19.0",
+    "annotated-types",
+    "blobfile",
+    "cffi",
+    "cuda-python==13.4.4",
+    "dill==0.4.1",
+    "distro",
+    "easydict",
+    "fastapi==0.165.0",
+    "starlette==1.10.0",
+    "interegular",
+    "jiter",
+    "jsonschema",
+    "jsonschema-specifications",
+    "referencing",
+    "rpds-py",
+    "loguru",
+    "msgspec",
+    "orjson",
+    "opentelemetry-api",
+    "partial-json-parser",
+    "pybase64",
+    "pycparser",
+    "pydantic==2.14.4",
+    "pydantic-core==2.50.5",
+    "python-multipart",
+    "pyzmq",
+    "setproctitle",
+    "sniffio",
+    "soundfile",
+    "typing-inspection",
+    "uvicorn",
+    "datasets==5.2.0",
+    "multiprocess",
+    "xxhash",
+)
 """Installed without their dependencies; what is missing here the host has."""
 LEFT_OUT = re.compile(
     r"^sglang/(multimodal_gen|test|benchmark)/"

@@ -3,8 +3,8 @@
     python benchmarks/gpu/parallel.py --out RESULT.json                               two GPUs, about six minutes
     python benchmarks/gpu/parallel.py --out RESULT.json --device cpu --shape tiny --ways tp1
 
-Made-up weights differ from one process to the next unless the seed is given, so it is. Data-parallel attention runs on the
-DeepSeek shape, which SGLang has it for.
+All servers load one checkpoint of random weights, written here first (see `shapes.make_weights` for why dummy weights
+will not do). Data-parallel attention runs on the DeepSeek shape, which SGLang has it for.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import os
 from pathlib import Path
 
 from capture import capture, leftovers, random_prompts, relative
-from host import Host, Results, dummy
-from shapes import make_model, text_config
+from host import NO_GRAPHS, Host, Results
+from shapes import make_model, make_weights, text_config
 from torch import Tensor
 
 from eagle3_data.errors import Eagle3Error
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--shape", default="deepseek_v3")
+    parser.add_argument("--shape", default="deepseek_small")
     parser.add_argument("--ways", default="tp1,tp2,dp2")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
     options = parser.parse_args()
@@ -39,13 +39,15 @@ def main() -> None:
     settings = {"shape": options.shape, "lengths": LENGTHS, "ways": options.ways}
     results = Results(options.out, "parallel", settings, "cpu" if host.cpu else "cuda")
     config = text_config(options.shape)
-    model = make_model(options.shape, options.out.parent / "models", dtype="float32" if host.cpu else "bfloat16")
+    dtype = "float32" if host.cpu else "bfloat16"
+    model = make_model(options.shape, options.memory / f"eagle3-{os.getpid()}-models", dtype=dtype)
+    make_weights(model, device="cpu" if host.cpu else "cuda", dtype=dtype)
     prompts = random_prompts(LENGTHS, int(config["vocab_size"]), seed=3)
     right: list[dict[str, Tensor]] | None = None
     for way in options.ways.split(","):
         tp, more = WAYS[way]
         spool = options.memory / f"eagle3-{os.getpid()}-{way}"
-        flags = dummy("--disable-cuda-graph", "--max-total-tokens", "16384", "--random-seed", "1", *more)
+        flags = (*NO_GRAPHS, "--max-total-tokens", "16384", *more)
         try:
             with host.serving(host.config(model, spool=spool, more=flags, tp=tp), way) as server:
                 found = [t for _, t in asyncio.run(capture(server.url, spool, prompts, way, in_flight=len(prompts)))]

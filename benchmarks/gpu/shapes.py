@@ -115,7 +115,10 @@ GPT_OSS: dict[str, Any] = {
     "attention_bias": True,
     "tie_word_embeddings": False,
 }
+DEEPSEEK_SMALL = DEEPSEEK_V3 | {"num_hidden_layers": 7, "n_routed_experts": 8, "num_experts_per_tok": 4}
+"""Small enough to be written down with real (random) weights: about 10 GB."""
 SHAPES: dict[str, dict[str, Any]] = {
+    "deepseek_small": DEEPSEEK_SMALL,
     "llama_8b": LLAMA_8B,
     "kimi_k25": KIMI_K25,
     "deepseek_v3": DEEPSEEK_V3,
@@ -148,6 +151,26 @@ def make_model(name: str, folder: Path, *, dtype: str) -> Path:
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(path)
     return path
+
+
+def make_weights(path: Path, *, device: str, dtype: str) -> None:
+    """Random weights into a folder of `make_model`, the same for every server that loads it.
+
+    Dummy weights will not do to compare servers of different tensor parallelism: SGLang seeds them per parameter as it
+    is partitioned, so each way of partitioning is another model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = (path / "config.json").read_text()
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=getattr(torch, dtype))
+    model.save_pretrained(path)
+    (path / "config.json").write_text(config)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def text_config(name: str) -> dict[str, Any]:

@@ -47,10 +47,22 @@ def overhead(rows: Rows) -> str:
                 lag = f"{max(a['lag_max_s'] or 0.0 for a, _ in pairs):.2f} s"
             failed = sum(sum(a["errors"].values()) for a, _ in pairs)
             lines.append(
-                [f"{tokens:,}", f"{in_flight}", mode, f"{base:,.0f}", f"{rate:,.0f}", f"{ratio:.3f}"]
-                + [latency, lag, str(failed), str(len(pairs))]
+                [
+                    *(f"{tokens:,}", f"{in_flight}", mode, f"{base:,.0f}", f"{rate:,.0f}", f"{ratio:.3f}"),
+                    *(latency, lag, str(failed), str(len(pairs))),
+                ]
             )
-    head = ["prompt tokens", "in flight", "mode", "plain tok/s", "tok/s", "ratio", "p50 latency", "longest lag", "failed"]
+    head = [
+        "prompt tokens",
+        "in flight",
+        "mode",
+        "plain tok/s",
+        "tok/s",
+        "ratio",
+        "p50 latency",
+        "longest lag",
+        "failed",
+    ]
     memory = [f"{row['mode']}: {row.get('plain_mib')} / {row['capture_mib']}" for row in rows if "capture_mib" in row]
     return table([*head, "rounds"], lines) + f"\nGPU memory, plain / capturing server, MiB: {'; '.join(memory)}.\n"
 
@@ -82,7 +94,9 @@ def fidelity(rows: Rows) -> str:
     lines = []
     for row in rows:
         if "mode" in row:
-            lines.append([f"{row['dtype']}, {row['mode']}", "", "", f"{row['bit_equal']} of {row['prompts']} bit-equal"])
+            lines.append(
+                [f"{row['dtype']}, {row['mode']}", "", "", f"{row['bit_equal']} of {row['prompts']} bit-equal"]
+            )
         else:
             top = f"{row['top1_share']:.4%} of {row['positions']:,} (largest gap {row['largest_gap']:.3f})"
             lines.append([row["dtype"], top, f"{row['aux_error']:.1e} / {row['last_error']:.1e}", ""])
@@ -102,7 +116,9 @@ def end_to_end(rows: Rows) -> str:
                     )
                     lines.append([f"evaluate, {key.rpartition('_')[2]} in flight", "", text])
             continue
-        text = ", ".join(f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in rest.items())
+        text = ", ".join(
+            f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in rest.items()
+        )
         lines.append([row["stage"], f"{row['seconds']:.0f}", text])
     return table(["stage", "s", ""], lines)
 

@@ -69,7 +69,7 @@ def test_hooks_need_prefill_graphs_off() -> None:
 
 
 def test_a_prefill_graph_that_wins_over_the_flag_is_refused() -> None:
-    """`--disable-cuda-graph --cuda-graph-config '{"prefill": {"backend": "breakable"}}'` runs graphs (SGLang 0.5.17)."""
+    """`--disable-cuda-graph --cuda-graph-config '{"prefill": {"backend": "breakable"}}'` runs graphs (0.5.17)."""
     for prefill in (SimpleNamespace(backend="breakable"), {"backend": "breakable"}):
         config = SimpleNamespace(prefill=prefill)
         assert hook_refusals({"device": "cuda", "disable_cuda_graph": True, "cuda_graph_config": config})

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from capture import capture, leftovers, random_prompts
+from capture import capture, leftovers, memory_folder, random_prompts
 from host import Host, Results, dummy
 from safetensors.torch import load_file
 from shapes import SHAPES, make_model, text_config
@@ -26,12 +26,12 @@ from eagle3_data.errors import Eagle3Error
 from eagle3_data.protocol import AUX, LAST, default_aux_layers
 
 
-def compare(options: argparse.Namespace, host: Host, shape: str, folder: Path) -> dict[str, Any]:
+def compare(options: argparse.Namespace, host: Host, shape: str, folder: Path, memory: Path) -> dict[str, Any]:
     """Differences (max |a - b|) and bytes per token; raises what the server raises."""
     config = text_config(shape)
     layers = default_aux_layers(int(config["num_hidden_layers"]))
     model = make_model(shape, folder, dtype="float32" if host.cpu else "bfloat16")
-    spool, seen = options.memory / f"eagle3-{os.getpid()}-{shape}", folder / "seen"
+    spool, seen = memory / "spool", folder / "seen"
     seen.mkdir()
     install(folder / "witness")
     env = {
@@ -72,9 +72,11 @@ def main() -> None:
     results = Results(options.out, "architectures", settings, "cpu" if host.cpu else "cuda")
     for shape in options.shapes.split(","):
         architecture = SHAPES[shape]["architectures"][0]
-        with tempfile.TemporaryDirectory(prefix="eagle3-bench-") as folder:
+        with tempfile.TemporaryDirectory(prefix="eagle3-bench-") as folder, memory_folder(options.memory) as memory:
             try:
-                results.add(shape=shape, architecture=architecture, **compare(options, host, shape, Path(folder)))
+                results.add(
+                    shape=shape, architecture=architecture, **compare(options, host, shape, Path(folder), memory)
+                )
             except Eagle3Error as error:
                 results.add(shape=shape, architecture=architecture, refused=str(error)[-1500:])
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -48,6 +50,13 @@ def relative(found: Tensor, right: Tensor) -> float:
     found, right = found.float().cpu(), right.float().cpu()
     error = (found - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-20)
     return float(error.median())
+
+
+@contextlib.contextmanager
+def memory_folder(parent: Path) -> Iterator[Path]:
+    """A folder that goes with the run; on a machine that others share, /dev/shm must not fill up."""
+    with tempfile.TemporaryDirectory(prefix="eagle3-bench-", dir=parent) as folder:
+        yield Path(folder)
 
 
 def leftovers(spool: Path) -> list[str]:

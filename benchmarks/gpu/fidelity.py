@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from capture import capture, leftovers, relative
+from capture import capture, leftovers, memory_folder, relative
 from host import DECODE_GRAPHS, NO_GRAPHS, Host, Results
 from torch import Tensor
 
@@ -84,6 +83,11 @@ def main() -> None:
     host = Host(device=options.device, memory_share=0.4, log_folder=options.out.parent)
     settings = {"limit": options.limit, "answer_tokens": options.answer_tokens, "model": "SmolLM2-135M-Instruct"}
     results = Results(options.out, "fidelity", settings, "cpu" if host.cpu else "cuda")
+    with memory_folder(options.memory) as memory:
+        run(options, host, results, memory)
+
+
+def run(options: argparse.Namespace, host: Host, results: Results, memory: Path) -> None:
     folder = make_checkpoint(options.out.parent / "models")
     every = read_prompts(options.prompts, str(folder), trust_remote_code=False, limit=None)
     chosen = [list(prompt.input_ids) for prompt in every[:: max(1, len(every) // options.limit)][: options.limit]]
@@ -92,7 +96,7 @@ def main() -> None:
     for dtype in options.dtypes.split(","):
         # Triton's attention multiplies float32 in tf32
         exact = ("--attention-backend", "torch_native") if dtype == "float32" else ()
-        spool = options.memory / f"eagle3-{os.getpid()}-{dtype}"
+        spool = memory / dtype
         with host.serving(host.config(folder, spool=spool, more=(*NO_GRAPHS, *exact), dtype=dtype), dtype) as server:
             full = full or asyncio.run(with_answers(server.url, chosen, options.answer_tokens))
             captured = [t for _, t in asyncio.run(capture(server.url, spool, full, "one"))]
@@ -112,7 +116,7 @@ def main() -> None:
         del model
         gc.collect()
         if dtype == "bfloat16" and not host.cpu:
-            graphs(host, folder, options.memory / f"eagle3-{os.getpid()}-graphs", full, captured, results)
+            graphs(host, folder, memory / "graphs", full, captured, results)
 
 
 def graphs(host: Host, folder: Path, spool: Path, prompts: list[list[int]], right: Captured, results: Results) -> None:

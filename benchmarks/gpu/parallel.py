@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from pathlib import Path
 
-from capture import capture, leftovers, random_prompts, relative
+from capture import capture, leftovers, memory_folder, random_prompts, relative
 from host import NO_GRAPHS, Host, Results
 from shapes import make_model, make_weights, text_config
 from torch import Tensor
@@ -38,15 +37,21 @@ def main() -> None:
     host = Host(device=options.device, log_folder=options.out.parent)
     settings = {"shape": options.shape, "lengths": LENGTHS, "ways": options.ways}
     results = Results(options.out, "parallel", settings, "cpu" if host.cpu else "cuda")
+    with memory_folder(options.memory) as folder:
+        run(options, host, results, folder)
+
+
+def run(options: argparse.Namespace, host: Host, results: Results, folder: Path) -> None:
     config = text_config(options.shape)
     dtype = "float32" if host.cpu else "bfloat16"
-    model = make_model(options.shape, options.memory / f"eagle3-{os.getpid()}-models", dtype=dtype)
+    model = make_model(options.shape, folder / "models", dtype=dtype)
     make_weights(model, device="cpu" if host.cpu else "cuda", dtype=dtype)
     prompts = random_prompts(LENGTHS, int(config["vocab_size"]), seed=3)
     right: list[dict[str, Tensor]] | None = None
+    reference = ""
     for way in options.ways.split(","):
         tp, more = WAYS[way]
-        spool = options.memory / f"eagle3-{os.getpid()}-{way}"
+        spool = folder / way
         flags = (*NO_GRAPHS, "--max-total-tokens", "16384", *more)
         try:
             with host.serving(host.config(model, spool=spool, more=flags, tp=tp), way) as server:
@@ -55,10 +60,12 @@ def main() -> None:
         except Eagle3Error as error:
             results.add(way=way, refused=str(error)[-1500:])
             continue
-        right = right or found
+        if right is None:
+            right, reference = found, way
         pairs = list(zip(found, right, strict=True))
         results.add(
             way=way,
+            compared_with=reference,
             dumps=len(found),
             left=rest,
             rows_right=all(len(t[AUX]) == len(t[LAST]) == n for t, n in zip(found, LENGTHS, strict=True)),

@@ -85,9 +85,9 @@ def parallel(rows: Rows) -> str:
         if "refused" in row:
             lines.append([row["way"], "refused", "", "", row["refused"].splitlines()[-1][:160]])
         else:
-            errors = f"{row['aux_error']:.1e} / {row['last_error']:.1e}"
+            errors = f"{row['aux_error']:.1e} / {row['last_error']:.1e} ({row['compared_with']})"
             lines.append([row["way"], str(row["dumps"]), str(row["width"]), errors, str(len(row["left"]))])
-    return table(["", "dumps", "width", "median error to one GPU (aux / last)", "left in the spool"], lines)
+    return table(["", "dumps", "width", "median error (aux / last) to", "left in the spool"], lines)
 
 
 def fidelity(rows: Rows) -> str:

@@ -1,9 +1,11 @@
 """Device -> host, beside the forward pass. Nothing here blocks the scheduler thread.
 
 The states are views of memory that the next forward may rewrite. So: our stream waits for the streams that made them,
-copies into pinned memory, and those streams wait for our event before they go on. Host memory is one arena of fixed
-size, taken at start (pinning is slow); when it is out, the prompt fails and the scheduler goes on. On a CPU the same
-code runs with ordinary memory and no streams.
+copies our rows to device memory of its own, and those streams wait for that alone (fractions of a millisecond); the way
+to pinned host memory, some hundred times slower, lies beside the next forward. The staged rows of the next batch reuse
+the memory of the last, so the device holds one batch's states. Host memory is one arena of fixed size, taken at start
+(pinning is slow); when it is out, the prompt fails and the scheduler goes on. On a CPU the same code runs with ordinary
+memory, no streams and nothing staged.
 
 N rows of the batch, n rows of one prompt, L aux layers, W width, R requests, V vocabulary.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,6 +110,33 @@ class CopiedRows:
             self._arena.give_back(self._block, self._event)
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What goes to the host of one batch, on the device."""
+
+    aux: Tensor
+    """[n, L*W]"""
+    last: Tensor
+    """[n, W]"""
+    finite: Tensor
+    """bool [n]"""
+    tokens: Tensor | None
+    """int64 [R]: top-1 after each request's last row"""
+
+    @classmethod
+    def of(cls, states: BatchStates, rows: int, *, own: bool) -> Staged:
+        """The first `rows` rows; `own`: nothing in memory that belongs to the batch."""
+        aux = [tensor[:rows] for tensor in _tensors(states.aux)]
+        packed = torch.cat(aux, -1) if len(aux) > 1 else aux[0].clone() if own else aux[0]
+        last = states.last[:rows].clone() if own else states.last[:rows]
+        tokens = None if states.logits is None else states.logits.argmax(-1)
+        return cls(packed, last, finite_rows(packed) & finite_rows(last), tokens)
+
+    def top(self, index: int) -> Tensor:
+        """int64 []: -1 when there are no logits."""
+        return self.finite.new_full((), -1, dtype=torch.int64) if self.tokens is None else self.tokens[index]
+
+
 class Copier:
     """Copies the rows of a batch that are ours. Used by the scheduler thread alone."""
 
@@ -125,34 +155,32 @@ class Copier:
         blocks = [self.arena.take(segment.rows * (row + 1) + 8 + 4 * ALIGN) for segment in segments]
         if not any(blocks):
             return [None] * len(segments)
+        rows = max(segment.offset + segment.rows for segment in segments)
         if self._module is None:
-            return self._start(states, segments, blocks, None)
-        event = self._module.Event(blocking=True)  # a writer that waits sleeps instead of spinning
+            return self._start(Staged.of(states, rows, own=False), segments, blocks, None)
+        read, done = self._module.Event(), self._module.Event(blocking=True)  # a waiting writer sleeps, never spins
         self._stream.wait_stream(producer)
         with self._module.stream(self._stream):
-            copied = self._start(states, segments, blocks, event)
-            event.record(self._stream)
+            staged = Staged.of(states, rows, own=True)
+            read.record(self._stream)
+            copied = self._start(staged, segments, blocks, done)
+            done.record(self._stream)
         for tensor in (*_tensors(states.aux), states.last, states.logits):
             if tensor is not None:
                 tensor.record_stream(self._stream)
-        producer.wait_event(event)  # only now may the next forward rewrite what was read here
+        producer.wait_event(read)  # only now may the next forward rewrite what was read here
         return copied
 
     def _start(
-        self, states: BatchStates, segments: Sequence[Segment], blocks: Sequence[Block | None], event: Any
+        self, staged: Staged, segments: Sequence[Segment], blocks: Sequence[Block | None], event: Any
     ) -> list[CopiedRows | None]:
-        aux = states.aux if isinstance(states.aux, Tensor) else torch.cat(states.aux, -1)
-        rows = max(segment.offset + segment.rows for segment in segments)
-        finite = finite_rows(aux[:rows]) & finite_rows(states.last[:rows])
-        top = None if states.logits is None else states.logits.argmax(-1)
         copied: list[CopiedRows | None] = []
         for segment, block in zip(segments, blocks, strict=True):
             if block is None:
                 copied.append(None)
                 continue
             mine = slice(segment.offset, segment.offset + segment.rows)
-            next_token = finite.new_full((), -1, dtype=torch.int64) if top is None else top[segment.index]
-            sources = aux[mine], states.last[mine], finite[mine], next_token
+            sources = staged.aux[mine], staged.last[mine], staged.finite[mine], staged.top(segment.index)
             parts = self._carve(block, sources)
             for target, source in zip(parts, sources, strict=True):
                 target.copy_(source, non_blocking=True)

@@ -86,11 +86,17 @@ def native_refusals(args: Mapping[str, Any]) -> list[str]:
 
 def hook_refusals(args: Mapping[str, Any]) -> list[str]:
     """Before 0.5.23 a replayed prefill graph builds a new result, and what a hook attached to the old one is lost."""
-    if args.get("device", "cuda") == "cpu" or args.get("disable_cuda_graph") or args.get("disable_prefill_cuda_graph"):
+    if args.get("device", "cuda") == "cpu":
         return []
-    prefill = getattr(args.get("cuda_graph_config"), "prefill", None)
-    backend = str(getattr(prefill, "backend", "")).lower()
-    if "disabled" in backend or args.get("disable_piecewise_cuda_graph"):
+    config = args.get("cuda_graph_config")
+    prefill = config.get("prefill") if isinstance(config, Mapping) else getattr(config, "prefill", None)
+    if prefill is None:  # before per-phase settings
+        names = ("disable_cuda_graph", "disable_prefill_cuda_graph", "disable_piecewise_cuda_graph")
+        off = any(args.get(name) for name in names)
+    else:  # what SGLang resolved; `--cuda-graph-config` wins over the flags that switch graphs off
+        backend = prefill.get("backend") if isinstance(prefill, Mapping) else getattr(prefill, "backend", "")
+        off = "disabled" in str(backend).lower()
+    if off:
         return []
     return ["prefill CUDA graphs are on, which this SGLang cannot be captured through; pass --disable-cuda-graph"]
 

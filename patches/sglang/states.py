@@ -53,7 +53,7 @@ class CapturePath(Protocol):
         """What to hook; `on_model(model_runner)` must run once the target model is loaded."""
 
     def states(self, result: Any) -> BatchStates | None:
-        """The states of a `GenerationBatchResult` as `run_batch` returned it; None when it has none."""
+        """Take the states out of a `GenerationBatchResult` as `run_batch` returned it; None when it has none."""
 
 
 def _target_models_only(on_model: Callable[[Any], None]) -> Callable[..., None]:
@@ -135,4 +135,5 @@ class HookPath:
         kept: tuple[Tensor | list[Tensor], Tensor] | None = getattr(output, "eagle3_states", None)
         if output is None or kept is None:
             return None
+        del output.eagle3_states  # SGLang keeps the result for another batch; a batch of states is device memory
         return BatchStates(kept[0], kept[1], output.next_token_logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from types import SimpleNamespace
 
@@ -115,3 +116,62 @@ def test_arena_never_hands_out_a_byte_twice(sizes: list[int], order: object) -> 
     for block in held:
         arena.give_back(block, None)
     assert arena.take(16 * ALIGN) == (0, 16 * ALIGN)
+
+
+class FakeStream:
+    """Says what waits for what; on a CPU everything runs at once and in order."""
+
+    def __init__(self) -> None:
+        self.waited: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited.append(other)
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_next_forward_waits_for_the_reading_and_not_for_the_way_to_the_host(
+    listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies to the host take milliseconds per batch; nothing of them may lie before what the next forward waits for.
+
+    So the batch's memory is overwritten, as the next forward would, at the moment the first event is recorded.
+    """
+    batch = states(12, 2, listed=listed)
+    packed = torch.cat(batch.aux, -1) if isinstance(batch.aux, list) else batch.aux
+    wanted_aux, wanted_last = packed[2:9].clone(), batch.last[2:9].clone()
+    assert batch.logits is not None
+    wanted_token = int(batch.logits[1].argmax())
+    copier, producer, own = Copier("cpu", 1 << 20), FakeStream(), FakeStream()
+    copier.arena.memory.zero_()
+    recorded: list[object] = []
+    touched_at_first: list[bool] = []
+
+    class FakeEvent:
+        def record(self, _stream: object) -> None:
+            if not recorded:
+                touched_at_first.append(bool(copier.arena.memory.any()))
+                for tensor in (*(batch.aux if isinstance(batch.aux, list) else [batch.aux]), batch.last, batch.logits):
+                    assert tensor is not None
+                    tensor.fill_(float("nan"))
+            recorded.append(self)
+
+        def synchronize(self) -> None: ...
+        def query(self) -> bool:
+            return True
+
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _tensor, _stream: None)
+    module = SimpleNamespace(Event=lambda **_named: FakeEvent(), stream=lambda _stream: contextlib.nullcontext())
+    monkeypatch.setattr(copier, "_module", module)
+    monkeypatch.setattr(copier, "_stream", own)
+    (rows,) = copier.copy(batch, [segment("a", 2, 7, 1)], producer)
+    assert own.waited == [producer]
+    assert producer.waited == recorded[:1]
+    assert touched_at_first == [False]
+    assert rows is not None
+    assert bytes(rows.aux) == wanted_aux.view(torch.uint8).numpy().tobytes()
+    assert bytes(rows.last) == wanted_last.view(torch.uint8).numpy().tobytes()
+    assert rows.finite()
+    assert rows.next_token() == wanted_token

@@ -63,7 +63,16 @@ def test_hooks_need_prefill_graphs_off() -> None:
     assert hook_refusals(graphs("Backend.DISABLED")) == []
     assert hook_refusals({"device": "cpu"}) == []
     assert hook_refusals({"device": "cuda", "disable_cuda_graph": True}) == []
+    assert hook_refusals({"device": "cuda", "cuda_graph_config": {"prefill": {"backend": "disabled"}}}) == []
     assert "--disable-cuda-graph" in hook_refusals(graphs("tc_piecewise"))[0]
+    assert "--disable-cuda-graph" in hook_refusals({"device": "cuda"})[0]
+
+
+def test_a_prefill_graph_that_wins_over_the_flag_is_refused() -> None:
+    """`--disable-cuda-graph --cuda-graph-config '{"prefill": {"backend": "breakable"}}'` runs graphs (0.5.17)."""
+    for prefill in (SimpleNamespace(backend="breakable"), {"backend": "breakable"}):
+        config = SimpleNamespace(prefill=prefill)
+        assert hook_refusals({"device": "cuda", "disable_cuda_graph": True, "cuda_graph_config": config})
 
 
 def test_ranks_on_several_nodes_need_a_spool_that_they_share() -> None:

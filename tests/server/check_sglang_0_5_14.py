@@ -2,6 +2,7 @@
 
     python tests/server/check_sglang_0_5_14.py --env FOLDER      makes an environment there (minutes the first time)
     python tests/server/check_sglang_0_5_14.py --python PYTHON   uses one that has SGLang 0.5.14 and eagle3-data
+    python tests/server/check_sglang_0_5_14.py --python PYTHON --sglang 0.5.17    another version of the hook path
 
 Prints one line per check; exit code 1 when one fails.
 """
@@ -51,12 +52,12 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-async def check_states(server: RunningServer, kind: str, exact: bool) -> None:
+async def check_states(server: RunningServer, kind: str, version: str, exact: bool) -> None:
     async with server.client() as client:
         (info,) = await client.capture_infos()
         report(
             f"{kind}: path",
-            info.path == "hooks" and info.sglang_version == "0.5.14",
+            info.path == "hooks" and info.sglang_version == version,
             f"{info.path} {info.sglang_version}",
         )
         for tokens in LENGTHS:
@@ -88,13 +89,13 @@ async def check_states(server: RunningServer, kind: str, exact: bool) -> None:
     report(f"{kind}: nothing left in the spool", not server.files(), ", ".join(server.files()))
 
 
-def run_kind(python: Path, kind: str, model: Path, *extra: str, exact: bool) -> None:
+def run_kind(python: Path, version: str, kind: str, model: Path, *extra: str, exact: bool) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="eagle3-check-") as folder:
         config = dataclasses.replace(capture_config(model, Path(folder) / "spool", *extra), python=str(python))
         try:
             with ServerProcess(config, log=Path(folder) / "log", start_timeout_s=600) as process:
                 server = RunningServer(kind, process.url, Path(folder) / "spool", model, process)
-                asyncio.run(check_states(server, kind, exact))
+                asyncio.run(check_states(server, kind, version, exact))
         except ServerError as error:
             report(f"{kind}: server", False, str(error))
 
@@ -104,11 +105,12 @@ def main() -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--env", type=Path, help="folder of the environment; made if missing")
     where.add_argument("--python", type=Path, help="an interpreter that has everything")
+    parser.add_argument("--sglang", default="0.5.14", help="the version that PYTHON must turn out to have")
     options = parser.parse_args()
     python = options.python or make_environment(options.env)
-    run_kind(python, "llama", tiny_model("llama"), exact=True)
-    run_kind(python, "chunked", tiny_model("llama"), "--chunked-prefill-size", "64", exact=False)
-    run_kind(python, "qwen3", tiny_model("qwen3"), exact=True)
+    run_kind(python, options.sglang, "llama", tiny_model("llama"), exact=True)
+    run_kind(python, options.sglang, "chunked", tiny_model("llama"), "--chunked-prefill-size", "64", exact=False)
+    run_kind(python, options.sglang, "qwen3", tiny_model("qwen3"), exact=True)
     print(f"{failures} failed")
     return int(failures > 0)
 

@@ -1,0 +1,159 @@
+"""What capture costs: the same load on a plain server, on a capturing one, and through the whole build.
+
+    python benchmarks/gpu/overhead.py --out RESULT.json                       about nine minutes on one GPU
+    ... --device cpu --shape tiny --tokens 64 --in-flight 1,4 --budget 1000   to try it
+
+Both servers stay up and take turns, `--repeats` times, so a drifting machine favours neither. A case's figure is the
+median; the ratios are those of one round. `--soak N` sends N short prompts first and compares the capturing server's
+GPU memory before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from host import Host, Results, dummy, group_memory_mib
+from load import Case, run_case
+from shapes import make_model, text_config
+
+from eagle3_data.builders.build import build
+from eagle3_data.builders.pool import FlowConfig
+from eagle3_data.builders.settings import BuildConfig
+from eagle3_data.server.process import ServerProcess
+
+
+class Bench:
+    """One run: where it measures and until when."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.ends = time.monotonic() + options.minutes * 60
+        self.host = Host(device=options.device, log_folder=options.out.parent)
+        self.vocab = int(text_config(options.shape)["vocab_size"])
+        settings = {key: value for key, value in vars(options).items() if key != "out"}
+        self.results = Results(options.out, "overhead", settings, "cpu" if self.host.cpu else "cuda")
+        self.runs = 0
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self.ends
+
+    def cases(self) -> list[Case]:
+        """Most in flight first: should time run out, the figures that matter most are there."""
+        found = []
+        for in_flight in sorted(self.options.in_flight, reverse=True):
+            for tokens in self.options.tokens:
+                budget = self.options.budget if in_flight > 1 else self.options.budget // 2
+                found.append(Case(tokens, in_flight, max(budget // tokens, in_flight)))
+        return found
+
+    def load(self, mode: str, server: ServerProcess, case: Case, spool: Path | None, repeat: int) -> None:
+        self.runs += 1
+        seed, run = case.tokens * 1000 + case.in_flight * 10 + repeat, f"r{self.runs}"
+        measured = asyncio.run(run_case(server.url, case, self.vocab, seed=seed, run=run, spool=spool))
+        if repeat >= 0:  # the first pass of a length compiles kernels
+            self.results.add(mode=mode, repeat=repeat, **vars(case), **measured.to_dict())
+
+    def build(self, mode: str, server: ServerProcess, model: Path, case: Case, folder: Path, repeat: int) -> None:
+        """The same prompts through `eagle3-data build`, sealed shards included."""
+        dice = random.Random(repeat)
+        rows = folder / "rows.jsonl"
+        with rows.open("w") as file:
+            for i in range(case.requests):
+                ids = [dice.randrange(8, self.vocab) for _ in range(case.tokens)]
+                row = {"id": str(i), "input_ids": ids, "loss_mask": [0] + [1] * (case.tokens - 1)}
+                file.write(json.dumps(row) + "\n")
+        out = folder / "data"
+        config = BuildConfig(
+            out=out,
+            inputs=(str(rows),),
+            model=str(model),
+            servers=(server.url,),
+            flow=FlowConfig(max_inflight=case.in_flight),
+            interval_s=1.0,
+        )
+        report = build(config, on_tick=lambda _tick: None, on_text=lambda _text: None)
+        shutil.rmtree(out)
+        self.results.add(
+            mode=mode,
+            repeat=repeat,
+            **vars(case),
+            tokens_per_s=report.tokens_per_s,
+            saved=report.saved,
+            errors=report.failed,
+            retried=report.retried,
+            dump_bytes=report.nbytes,
+        )
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--shape", default="llama_8b")
+    parser.add_argument("--tokens", type=numbers, default=[2353, 8192, 256])
+    parser.add_argument("--in-flight", type=numbers, default=[1, 16, 64])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--budget", type=int, default=160_000, help="prompt tokens of one pass")
+    parser.add_argument("--minutes", type=float, default=8.5, help="no new pass is begun after this long")
+    parser.add_argument("--kv-tokens", type=int, default=200_000, help="of each server: two share the GPU")
+    parser.add_argument("--soak", type=int, default=0, help="short prompts for the memory check")
+    parser.add_argument("--disk", type=Path, default=Path("/tmp"), help="folder for shards on a disk")
+    parser.add_argument(
+        "--memory", type=Path, default=Path("/dev/shm"), help="folder for the spool and shards in memory"
+    )
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options)
+    with contextlib.ExitStack() as stack:
+        memory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eagle3-bench-", dir=options.memory)))
+        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eagle3-bench-", dir=options.disk)))
+        model = make_model(options.shape, disk, dtype="float32" if bench.host.cpu else "bfloat16")
+        flags = dummy("--disable-cuda-graph", "--max-total-tokens", str(options.kv_tokens))
+        plain = stack.enter_context(bench.host.serving(bench.host.config(model, spool=None, more=flags), "plain"))
+        spool = memory / "spool"
+        ours = stack.enter_context(bench.host.serving(bench.host.config(model, spool=spool, more=flags), "capture"))
+        measure(bench, plain, ours, spool, model, {"build to memory": memory, "build to disk": disk})
+
+
+def measure(
+    bench: Bench, plain: ServerProcess, ours: ServerProcess, spool: Path, model: Path, builds: dict[str, Path]
+) -> None:
+    options = bench.options
+    bench.results.add(mode="start", plain_mib=group_memory_mib(plain), capture_mib=group_memory_mib(ours))
+    for tokens in options.tokens:
+        warm = Case(tokens, 8, 8)
+        bench.load("plain", plain, warm, None, -1)
+        bench.load("dump", ours, warm, spool, -1)
+    bench.results.add(mode="warm", plain_mib=group_memory_mib(plain), capture_mib=group_memory_mib(ours))
+    if options.soak:
+        case = Case(256, 64, options.soak)
+        bench.load("soak", ours, case, spool, 0)
+        bench.results.add(mode="soaked", requests=options.soak, capture_mib=group_memory_mib(ours))
+    for case in bench.cases():
+        for repeat in range(options.repeats):
+            if bench.over:
+                print("out of time: the rest is left out", flush=True)
+                return
+            bench.load("plain", plain, case, None, repeat)
+            bench.load("dump", ours, case, spool, repeat)
+            if case.in_flight == max(options.in_flight) and case.tokens == options.tokens[0]:
+                for mode, folder in builds.items():
+                    bench.build(mode, ours, model, case, folder, repeat)
+    bench.results.add(mode="end", plain_mib=group_memory_mib(plain), capture_mib=group_memory_mib(ours))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+# On the GPU host, from the repository's root:  . benchmarks/gpu/setup.sh CARRIED
+# Unpacks CARRIED/site.tar.xz once, installs this checkout beside it, joins CARRIED/model.* when all parts have come
+# (earlier calls may have brought some: they are collected in $E3D_HOME), and puts the lot on PYTHONPATH.
+E3D_HOME=${E3D_HOME:-/tmp/eagle3-gpu}
+mkdir -p "$E3D_HOME/parts"
+if [ ! -e "$E3D_HOME/site/.ready" ] && [ -e "$1/site.tar.xz" ]; then
+    mkdir -p "$E3D_HOME/site"
+    tar -xJf "$1/site.tar.xz" -C "$E3D_HOME/site" && touch "$E3D_HOME/site/.ready"
+fi
+for part in "$1"/model.*; do
+    [ -e "$part" ] && cp "$part" "$E3D_HOME/parts/"
+done
+if [ -e "$E3D_HOME/parts/model.sum" ] && [ ! -e "$E3D_HOME/model/.ready" ]; then
+    read -r count sum < "$E3D_HOME/parts/model.sum"
+    here=$(ls "$E3D_HOME/parts" | grep -c '^model\.[0-9]*$')
+    if [ "$here" = "$count" ]; then
+        (cd "$E3D_HOME/parts" && for n in $(seq 0 $((count - 1))); do cat "model.$n"; done) > "$E3D_HOME/model.tar"
+        [ "$(sha256sum < "$E3D_HOME/model.tar" | cut -d' ' -f1)" = "$sum" ] || { echo "the model's parts do not join"; exit 1; }
+        mkdir -p "$E3D_HOME/model" && tar -xf "$E3D_HOME/model.tar" -C "$E3D_HOME/model" && touch "$E3D_HOME/model/.ready"
+    else
+        echo "model: $here of $count parts are here"
+    fi
+fi
+rm -rf "$E3D_HOME/package"
+python3 -m pip install -q --no-deps --no-index --no-build-isolation --no-compile --target "$E3D_HOME/package" . || exit 1
+export PYTHONPATH="$E3D_HOME/site:$E3D_HOME/package:$E3D_HOME/model" PYTHONUNBUFFERED=1

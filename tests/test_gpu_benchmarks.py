@@ -1,0 +1,77 @@
+"""The GPU benchmarks, as far as no server is needed: tables from results, the held-out tenth, dumps taken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "gpu"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def pass_of(mode: str, repeat: int, rate: float) -> dict[str, Any]:
+    row = {"mode": mode, "repeat": repeat, "tokens": 256, "in_flight": 16, "tokens_per_s": rate, "errors": {}}
+    return row | {"latency_p50_s": 1000 / rate, "lag_max_s": 0.25}
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    done = subprocess.run([sys.executable, FOLDER / "tables.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    import tables
+
+    rows = [pass_of("plain", i, rate) for i, rate in enumerate((100.0, 200.0, 400.0))]
+    rows += [pass_of("dump", i, rate) for i, rate in enumerate((99.0, 100.0, 396.0))]
+    (line,) = [line for line in tables.overhead(rows).splitlines() if "dump" in line]
+    assert "| 0.990 |" in line
+    assert "| 3 |" in line
+
+
+def test_what_was_tried_on_a_cpu_is_not_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tables
+
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    body = {"benchmark": "overhead", "device": "cpu", "versions": {}, "rows": [pass_of("plain", 0, 1.0)]}
+    (tmp_path / "a.json").write_text(json.dumps(body))
+    assert tables.page_part().count("Not measured on a GPU yet.") == len(tables.SECTIONS)
+    (tmp_path / "a.json").write_text(json.dumps({**body, "device": "cuda"}))
+    assert tables.page_part().count("Not measured on a GPU yet.") == len(tables.SECTIONS) - 1
+
+
+def test_the_same_tenth_of_each_source_is_held_out(tmp_path: Path) -> None:
+    import end_to_end
+
+    rows = [{"id": f"{source}-{i}", "source": source, "prompt": "?"} for source in ("a", "b") for i in range(50)]
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    first.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    second.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
+    train, heldout = end_to_end.split(first)
+    assert (train, heldout) == end_to_end.split(second)
+    assert sorted(row["source"] for row in heldout) == ["a"] * 5 + ["b"] * 5
+    assert not {row["id"] for row in train} & {row["id"] for row in heldout}
+    assert len(train) + len(heldout) == 100
+
+
+def test_dumps_and_errors_are_taken_and_counted(tmp_path: Path) -> None:
+    from load import Drain
+
+    (tmp_path / "e3d-r-0-0.safetensors").write_bytes(b"12345")
+    (tmp_path / "e3d-r-1-0.error.json").write_text(json.dumps({"reason": "pinned_full"}))
+    (tmp_path / ".e3d-r-2-0.1-1.tmp").write_bytes(b"1")
+    drain, sent_all = Drain(tmp_path), asyncio.Event()
+    asyncio.run(drain.until(2, sent_all))
+    assert (set(drain.came), drain.errors, drain.nbytes) == ({"e3d-r-0-0"}, {"pinned_full": 1}, 5)
+    assert [path.name for path in tmp_path.iterdir()] == [".e3d-r-2-0.1-1.tmp"]

@@ -94,7 +94,7 @@ class HubSource:
 
     def __init__(self, url: str, access: Access) -> None:
         from huggingface_hub import constants
-        from huggingface_hub.utils._headers import build_hf_headers
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined, unused-ignore]
 
         match = HUB_URL.fullmatch(url)
         if match is None:

@@ -50,7 +50,7 @@ teach_filter()
 
 
 @dataclass
-class Eagle3Config(datasets.BuilderConfig):  # type: ignore[misc]  # datasets has no types
+class Eagle3Config(datasets.BuilderConfig):  # type: ignore[misc, unused-ignore]
     """`load_dataset(..., server=..., mirror=..., inputs=..., columns=...)`; `data_dir` is a build folder."""
 
     server: str | tuple[str, ...] | None = None
@@ -96,7 +96,7 @@ def open_mirror(mirror: str, revision: str | None, cache: CacheConfig | None, ac
     return RemoteShardSet.open(mirror, revision, cache=cache, access=access)
 
 
-class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc]  # datasets has no types
+class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc, unused-ignore]
     """Subclasses set RECIPE and BUILDER_CONFIGS, nothing else."""
 
     BUILDER_CONFIG_CLASS = Eagle3Config

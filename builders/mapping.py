@@ -90,8 +90,8 @@ def teach_filter() -> None:
         **kwargs: Any,
     ) -> Any:
         ours = any(isinstance(kind, StateTensor) for kind in self.features.values())
-        plain = self.format["type"] is None and input_columns is None and not batched and function is not None
-        if ours and plain and not inspect.iscoroutinefunction(function):
+        plain = self.format["type"] is None and input_columns is None and not batched
+        if ours and plain and function is not None and not inspect.iscoroutinefunction(function):
             function, batched = EachRow(function, with_indices, with_rank), True
         return original(self, function, with_indices, with_rank, input_columns, batched, *args, **kwargs)
 

@@ -90,8 +90,9 @@ class StateTensor:
     id: str | None = field(default=None, repr=False)
     _type: str = field(default=FEATURE, init=False, repr=False)
     pa_type: ClassVar[Any] = pa.int64()
-    access: ClassVar[Access] = Access()
-    """Overridden per instance: it pickles with the data set, and is no field."""
+
+    def __post_init__(self) -> None:
+        self.access = Access()  # no field: it pickles with the data set, and is never written into a cache
 
     def __call__(self) -> pa.DataType:
         return self.pa_type

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -26,6 +27,7 @@ REGISTRY = {
 }
 """Data set id -> module with exactly one DatasetBuilder. Adding a data set is a line here and a small module."""
 
+SUPPORTED = ">=4.8,<6"
 _TARGET = "datasets.load"
 _HOLDERS = ("datasets.load", "datasets.inspect", "datasets.commands.test")
 _original: Callable[..., Any] | None = None
@@ -34,6 +36,7 @@ _original: Callable[..., Any] | None = None
 def dataset_module_factory(path: str, *args: Any, **kwargs: Any) -> Any:
     """Stands in for `datasets.load.dataset_module_factory`; module-level, so that it pickles by name."""
     if path in REGISTRY:
+        check_version()
         from datasets.load import DatasetModule
 
         options = {"dataset_name": path.split("/")[1]}
@@ -48,6 +51,20 @@ def dataset_module_factory(path: str, *args: Any, **kwargs: Any) -> Any:
             next=f"check the spelling; for a hub repository of that name: load_dataset('hf://datasets/{path}')",
         )
     return _call_original(path, *args, **kwargs)
+
+
+def check_version() -> None:
+    """Raises ConfigError on a `datasets` outside SUPPORTED; asked only for our names, so others go on working."""
+    from importlib.metadata import version
+
+    found = version("datasets")
+    if not (4, 8) <= tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < (6, 0):
+        from eagle3_data.errors import ConfigError
+
+        raise ConfigError(
+            f"datasets {found} is not supported; eagle3-data works with datasets {SUPPORTED}",
+            next=f"pip install 'datasets{SUPPORTED}', or read without it: eagle3_data.shards.open_samples(folder)",
+        )
 
 
 def _call_original(path: str, *args: Any, **kwargs: Any) -> Any:
@@ -75,8 +92,8 @@ def _wrap(module: ModuleType) -> None:
         from importlib.metadata import version
 
         raise ImportError(
-            f"datasets {version('datasets')} has no dataset_module_factory; eagle3-data works with datasets >=4.8,<6. "
-            "Use eagle3_data.shards.ShardSet.open(folder) meanwhile"
+            f"datasets {version('datasets')} has no dataset_module_factory; eagle3-data works with datasets "
+            f"{SUPPORTED}. Use eagle3_data.shards.open_samples(folder) meanwhile"
         )
     _original = found
     for name in _HOLDERS:

@@ -87,21 +87,24 @@ class FolderServer:
         if not path.is_file():
             self._plain(request, 404, {})
             return
-        self._send(request, path.read_bytes(), asked, fault if found and self.ranges else None, bool(found))
+        self._send(request, path, asked, fault if found and self.ranges else None, bool(found))
 
     def _send(
-        self, request: BaseHTTPRequestHandler, data: bytes, asked: Asked, fault: Fault | None, ranged: bool
+        self, request: BaseHTTPRequestHandler, path: Path, asked: Asked, fault: Fault | None, ranged: bool
     ) -> None:
-        ranged = ranged and self.ranges
-        if ranged and asked.start >= len(data):
-            self._plain(request, 416, {"Content-Range": f"bytes */{len(data)}"})
+        ranged, size = ranged and self.ranges, path.stat().st_size
+        if ranged and asked.start >= size:
+            self._plain(request, 416, {"Content-Range": f"bytes */{size}"})
             return
-        part = data[asked.start : asked.end] if ranged else data
+        with path.open("rb") as file:
+            if ranged:
+                file.seek(asked.start)
+            part = file.read(min(asked.end or size, size) - asked.start if ranged else -1)
         request.send_response(206 if ranged else 200)
         for name, value in {"Content-Length": str(len(part)), **self.headers}.items():
             request.send_header(name, value)
         if ranged:
-            request.send_header("Content-Range", f"bytes {asked.start}-{asked.start + len(part) - 1}/{len(data)}")
+            request.send_header("Content-Range", f"bytes {asked.start}-{asked.start + len(part) - 1}/{size}")
         request.end_headers()
         cut = fault.cut if fault is not None else None
         with self._lock:

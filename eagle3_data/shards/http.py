@@ -43,13 +43,13 @@ class Response(http.client.HTTPResponse):
 
     def receive(self, view: memoryview) -> int:
         """Bytes put at the start of `view`; 0 at the end of the body."""
-        if self.fp is None:
+        if self.isclosed():
             return 0
         if self.chunked or self.length is None:
             return self.readinto(view)
         if not self.length:
             return 0
-        count = self.fp.readinto1(view[: self.length])  # type: ignore[attr-defined]
+        count = self.fp.readinto1(view[: self.length])
         self.length -= count
         return int(count)
 

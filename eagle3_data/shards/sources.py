@@ -16,10 +16,10 @@ HUB_URL = re.compile(r"hf://datasets/(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/
 
 
 class Body(Protocol):
-    """The bytes of one answer."""
+    """The bytes of one answer; `length`: how many there will be, where it is known."""
 
-    length: int | None
-    """How many there will be, where it is known."""
+    @property
+    def length(self) -> int | None: ...
 
     def receive(self, view: memoryview) -> int: ...
     def close(self) -> None: ...
@@ -94,7 +94,7 @@ class HubSource:
 
     def __init__(self, url: str, access: Access) -> None:
         from huggingface_hub import constants
-        from huggingface_hub.utils import build_hf_headers
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined, unused-ignore]
 
         match = HUB_URL.fullmatch(url)
         if match is None:

@@ -42,3 +42,19 @@ def test_missing_hook_target_names_the_versions(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(ImportError, match=r">=4\.8,<6"):
         registration._wrap(types.ModuleType("datasets.load"))
+
+
+@pytest.mark.parametrize(
+    ("found", "fits"), [("4.7.0", False), ("3.6.0", False), ("6.0.0", False), ("4.8.5", True), ("5.2.0", True)]
+)
+def test_unsupported_version_names_the_range(monkeypatch: pytest.MonkeyPatch, found: str, fits: bool) -> None:
+    """C56: no loading script, no trust_remote_code; on another version our names say which ones work."""
+    from eagle3_data import registration
+    from eagle3_data.errors import ConfigError
+
+    monkeypatch.setattr("importlib.metadata.version", lambda name: found)
+    if fits:
+        assert registration.dataset_module_factory("eagle3_data/custom").module_path
+        return
+    with pytest.raises(ConfigError, match=rf"datasets {found} is not supported.*>=4\.8,<6"):
+        registration.dataset_module_factory("eagle3_data/custom")

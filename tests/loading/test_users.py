@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -327,3 +329,57 @@ def test_nothing_is_deleted_when_generation_fails(home: Path, monkeypatch: pytes
 def test_mirror_that_is_away(home: Path) -> None:
     with pytest.raises(DatasetUnavailable, match="nothing-here"):
         custom({"mirror": f"file://{home}/nothing-here"})
+
+
+PLAIN_HTTP = """
+import sys
+from datasets import load_dataset
+import safetensors.torch, torch
+urls = sys.argv[2:]
+rows = list(load_dataset("webdataset", data_files={"train": urls}, split="train", streaming=True))
+expected = torch.load(sys.argv[1], weights_only=True)
+assert len(rows) == len(expected)
+for row, (aux, ids) in zip(rows, expected):
+    tensors = safetensors.torch.load(row["safetensors"])
+    assert tensors["aux_hidden_states"].dtype is torch.bfloat16
+    assert torch.equal(tensors["aux_hidden_states"], aux) and torch.equal(tensors["input_ids"], ids)
+    assert row["json"]["tokens"] == len(ids)
+assert not any(name.split(".")[0] == "eagle3_data" for name in sys.modules)
+print("PLAIN STREAM AGREES", len(rows))
+"""
+
+
+def test_plain_datasets_streams_a_mirror(home: Path) -> None:
+    """A process that never imports this package, plain `datasets`, ranges over HTTP: bf16, bit for bit (C43)."""
+    dumps = make_build(home / "b", LENGTHS)
+    torch.save([(dump.aux, dump.ids) for dump in dumps], home / "expected")
+    with FolderServer(home / "b") as server:
+        urls = [f"{server.url}/data/train-{i:06d}.tar" for i in range(3)]
+        done = subprocess.run(
+            [sys.executable, "-c", PLAIN_HTTP, str(home / "expected"), *urls],
+            capture_output=True,
+            text=True,
+            cwd=home,
+            env={"HF_HOME": str(home / "h"), "HF_UPDATE_DOWNLOAD_COUNTS": "0", "PATH": "/usr/bin:/bin"},
+        )
+    assert "PLAIN STREAM AGREES 6" in done.stdout, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_seven_shards_four_ranks(home: Path, workers: int) -> None:
+    """C59 for streams: unequal shards, ranks and workers that do not divide them; no sample twice, none left out.
+
+    Equal steps are the training plan's business (tests/train/test_plan.py), not a stream's.
+    """
+    make_build(home / "b", [3 + i % 5 for i in range(13)], per_shard=2)
+    seen = []
+    for rank in range(4):
+        stream = custom({"data_dir": str(home / "b")}, streaming=True, columns=())
+        assert stream.num_shards == 7
+        part = split_dataset_by_node(stream, rank, 4)
+        loader = torch.utils.data.DataLoader(part, batch_size=None, num_workers=workers)
+        keys = [row["key"] for row in loader]
+        if workers == 0:
+            assert len(keys) in (3, 4)  # with workers `datasets` splits each worker's shards, so counts differ more
+        seen += keys
+    assert sorted(seen) == [f"{i:08d}" for i in range(13)]

@@ -76,16 +76,19 @@ class Extractor:
         self.adopted = 0
         self.swept = 0
         """Dumps thrown away because nobody waits for them any more."""
-        self._stop = asyncio.Event()
+        self._stopped = False
+        self._halt = asyncio.Event()
+        """Set when nothing more is sent: by `stop`, or by the run's fatal error."""
         self._fatal: BaseException | None = None
 
     def stop(self) -> None:
         """Send nothing more; requests in flight may finish (Ctrl-C, SIGTERM)."""
-        self._stop.set()
+        self._stopped = True
+        self._halt.set()
 
     @property
     def stopped(self) -> bool:
-        return self._stop.is_set()
+        return self._stopped
 
     async def run(self) -> None:
         """Returns when every sample is settled or `stop` was called. Raises BuildFailed and unexpected errors."""
@@ -93,6 +96,7 @@ class Extractor:
             for rid, path in server.spool.leftovers(self.run_id).items():
                 self._leftovers[rid] = path
         ticker = asyncio.create_task(self._tick_forever())
+        ticker.add_done_callback(self._ended)
         try:
             for planned in chain.from_iterable(self.sink.plans):
                 if self._done_sending():
@@ -117,7 +121,7 @@ class Extractor:
             ticker.cancel()
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(ticker, *self._tasks, return_exceptions=True)
         if self._fatal is not None:
             raise self._fatal
 
@@ -151,7 +155,18 @@ class Extractor:
         )
 
     def _done_sending(self) -> bool:
-        return self._stop.is_set() or self._fatal is not None
+        return self._halt.is_set()
+
+    def _fail(self, error: BaseException) -> None:
+        """The first error that nobody handles ends the run; what is in flight may finish."""
+        self._fatal = self._fatal or error
+        self._halt.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Whatever ends a task is retrieved here: a run never goes on, or ends well, without it."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     async def _finish(self) -> None:
         """Let what is in flight end; bounded when the user wants to leave."""
@@ -169,9 +184,9 @@ class Extractor:
         if await self._adopt(job, sample):
             return
         pick = asyncio.ensure_future(self.pool.pick(sample.tokens))
-        stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({pick, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
+        halt = asyncio.ensure_future(self._halt.wait())
+        await asyncio.wait({pick, halt}, return_when=asyncio.FIRST_COMPLETED)
+        halt.cancel()
         if not pick.done():
             pick.cancel()
             await asyncio.gather(pick, return_exceptions=True)
@@ -181,7 +196,7 @@ class Extractor:
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
 
     async def _requeue(self, job: Job, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -216,11 +231,6 @@ class Extractor:
                 await self._capture(job, sample, server)
         except Eagle3Error as error:
             self._judge(job, sample, server, error)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._fatal = self._fatal or error
-            return
         else:
             seconds = time.monotonic() - started
             self._seconds.append(seconds)
@@ -278,10 +288,12 @@ class Extractor:
             ),
         )
         given_up = len(self.sink.ledger.failures)
-        if given_up > self.max_failures and self._fatal is None:
-            self._fatal = BuildFailed(
-                f"{given_up} samples failed, more than the {self.max_failures} allowed; the last: {error.message}",
-                next="see failures.jsonl, mend the cause, then repeat the command (or eagle3-data retry DIR)",
+        if given_up > self.max_failures:
+            self._fail(
+                BuildFailed(
+                    f"{given_up} samples failed, more than the {self.max_failures} allowed; the last: {error.message}",
+                    next="see failures.jsonl, mend the cause, then repeat the command (or eagle3-data retry DIR)",
+                )
             )
 
     async def _sweep(self) -> None:

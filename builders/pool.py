@@ -70,6 +70,8 @@ class ServerPool:
         self._changed = asyncio.Condition()
         self._probes: set[asyncio.Task[None]] = set()
         self._dead_since: float | None = None
+        self._broken: BaseException | None = None
+        """What ended a probe that should never end so; raised by the next `pick`."""
 
     @property
     def up(self) -> int:
@@ -79,6 +81,8 @@ class ServerPool:
         """Wait for a server with room for a prompt of `tokens`. Raises BuildFailed when none is alive for too long."""
         async with self._changed:
             while True:
+                if self._broken is not None:
+                    raise self._broken
                 nbytes = tokens * self.bytes_per_token
                 able = [
                     server
@@ -116,7 +120,12 @@ class ServerPool:
         server.alive = False
         task = asyncio.create_task(self._revive(server))
         self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
+        task.add_done_callback(self._probed)
+
+    def _probed(self, task: asyncio.Task[None]) -> None:
+        self._probes.discard(task)
+        if not task.cancelled():
+            self._broken = self._broken or task.exception()
 
     async def _revive(self, server: Server) -> None:
         """A restarted server must show the same capture before it gets work."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from eagle3_data.builders.ledger import Failure
 from eagle3_data.builders.pool import FlowConfig, Server, ServerPool
 from eagle3_data.builders.samples.store import Sample
 from eagle3_data.builders.sink import ShardSink, free_bytes
-from eagle3_data.errors import BuildFailed, ConnectionLost, DumpMismatch, Eagle3Error, RequestTimeout
+from eagle3_data.errors import BuildFailed, ConnectionLost, DumpMismatch, Eagle3Error, RequestTimeout, SpoolFull
 from eagle3_data.journal import Event, Tick
 from eagle3_data.protocol import RequestId
 
@@ -98,17 +98,11 @@ class Extractor:
         ticker = asyncio.create_task(self._tick_forever())
         ticker.add_done_callback(self._ended)
         try:
-            for planned in chain.from_iterable(self.sink.plans):
+            async for job in self._jobs():
+                await self._send_retries()
                 if self._done_sending():
                     break
-                rows = self.sink.open_shard(planned)
-                if not rows:
-                    await self.sink.seal_if_settled(planned.name)
-                for row in rows:
-                    await self._send_retries()
-                    if self._done_sending():
-                        break
-                    await self._send(Job(row, planned.name))
+                await self._send(job)
             while (self._tasks or self._retry) and not self._done_sending():
                 await self._send_retries()
                 if self._tasks:
@@ -125,11 +119,33 @@ class Extractor:
         if self._fatal is not None:
             raise self._fatal
 
+    async def _jobs(self) -> AsyncIterator[Job]:
+        """What is missing, shard by shard; the samples of neighbouring shards that make a window longest first.
+
+        A long prompt that comes last is waited for alone; the shards of a window are open together.
+        """
+        window: list[Job] = []
+        for planned in chain.from_iterable(self.sink.plans):
+            if self._done_sending():
+                return
+            rows = self.sink.open_shard(planned)
+            if not rows:
+                await self.sink.seal_if_settled(planned.name)
+            window.extend(Job(row, planned.name) for row in rows)
+            if len(window) >= self.flow.window:
+                for job in self._longest_first(window):
+                    yield job
+                window = []
+        for job in self._longest_first(window):
+            yield job
+
+    def _longest_first(self, window: list[Job]) -> list[Job]:
+        return sorted(window, key=lambda job: -int(self.sink.store.tokens[job.row]))
+
     def tick(self, event: Event = "tick", phase: str = "extract", note: str = "") -> Tick:
         """The state of the run now."""
         sink, plan = self.sink, self.sink.manifest.plan
         up = self.pool.up
-        waiting = "" if up else "waiting: no server alive"
         return Tick(
             event=event,
             t=time.time(),
@@ -151,7 +167,7 @@ class Extractor:
             free_bytes=free_bytes(sink.folder),
             servers_up=up,
             servers=len(self.pool.servers),
-            note=note or sink.note or waiting,
+            note=note or sink.note or self.pool.note,
         )
 
     def _done_sending(self) -> bool:
@@ -271,6 +287,8 @@ class Extractor:
             self.pool.mark_down(server)
             deaths += 1
             limit = deaths < DEATHS
+        elif isinstance(error, SpoolFull):
+            limit = True
         if error.retryable and limit and job.attempt < ATTEMPTS_PER_RUN - 1:
             self.retried[error.reason] += 1
             again = replace(job, attempt=job.attempt + 1, deaths=deaths)

@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 from rich.table import Table
@@ -52,6 +52,15 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
         raise ConfigError(f"--layers {text!r} is not a list of numbers", next="for example --layers 1,29,57") from None
 
 
+def parse_inflight(text: str) -> int | Literal["auto"]:
+    """'auto' or a number. Raises ConfigError."""
+    if text == "auto":
+        return "auto"
+    if not text.isdigit() or int(text) == 0:
+        raise ConfigError(f"--max-inflight {text!r} is neither 'auto' nor a number above 0")
+    return int(text)
+
+
 def build_command(
     inputs: Annotated[list[str], typer.Argument(help="Conversation files: JSONL, JSON or Parquet.")],
     model: Annotated[str, typer.Option(help="The target (folder or hub id): its tokenizer and template are used.")],
@@ -66,7 +75,9 @@ def build_command(
     loss: Annotated[str, typer.Option(help="'all-assistant' or 'last-turn'.")] = "all-assistant",
     thinking: Annotated[str, typer.Option(help="'auto', 'on', 'off' or 'template'.")] = "auto",
     reasoning: Annotated[str, typer.Option(help="Reasoning: in the 'loss', as 'context', or 'drop'.")] = "loss",
-    max_inflight: Annotated[int, typer.Option(help="Requests in flight per server.")] = 64,
+    max_inflight: Annotated[
+        str, typer.Option(help="Requests in flight per server, or 'auto': as many as raise its throughput.")
+    ] = "auto",
     request_timeout: Annotated[float, typer.Option(help="Seconds until a prompt must be answered.")] = 600.0,
     retries: Annotated[int, typer.Option(help="Further attempts for what may pass.")] = 3,
     max_failure_share: Annotated[float, typer.Option(help="Stop when more than this share failed.")] = 0.01,
@@ -101,7 +112,7 @@ def build_command(
             max_tokens=max_tokens,
             truncation=truncation,  # type: ignore[arg-type]
         ),
-        flow=FlowConfig(max_inflight=max_inflight, request_timeout_s=request_timeout, retries=retries),
+        flow=FlowConfig(max_inflight=parse_inflight(max_inflight), request_timeout_s=request_timeout, retries=retries),
         max_failure_share=max_failure_share,
         matching=matching,  # type: ignore[arg-type]
         spool=spool,

@@ -6,7 +6,7 @@ OUT ?= demo
 PIP = $(BIN)/pip --disable-pip-version-check --quiet
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-quick server-0.5.14 lint format clean
+.PHONY: demo test chaos test-quick server-0.5.14 lint format clean
 
 demo: $(READY) ## the whole way on a real model: serve, answer, capture, verify, load, train, evaluate
 	$(BIN)/eagle3-data demo --out $(OUT)
@@ -16,6 +16,9 @@ test: $(READY) ## all tests, the real SGLang server on the CPU included
 
 test-quick: $(READY) ## without the server
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not server"
+
+chaos: $(READY) ## 200 random kills of builder and server, invariants checked after each
+	$(BIN)/python -m tests.chaos --kills 200
 
 lint: $(READY) ## ruff, and mypy --strict on the package as it is installed
 	$(BIN)/ruff check .

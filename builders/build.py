@@ -62,6 +62,8 @@ async def _run(
             next=f"eagle3-data serve --layers {','.join(map(str, config.layers))}",
         )
     base = Plan(store.tokens, spec, config.shard_bytes, split=config.split)
+    if config.part is not None:
+        base = base.part(*config.part)
     manifest = open_manifest(config, store, spec, base, found)
     ledger = Ledger(config.out, manifest.plan.planned, manifest.plan.skipped)
     plans = all_plans(config, store, manifest, base, ledger)

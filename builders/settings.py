@@ -40,8 +40,12 @@ class BuildConfig:
     retry_failed: bool = False
     """Try the given-up samples of earlier runs again, in shards of their own."""
     interval_s: float = 5.0
+    part: tuple[int, int] | None = None
+    """(i, n): only every n-th shard of the plan, from the i-th on (0 <= i < n); `merge` joins the n folders."""
 
     def __post_init__(self) -> None:
+        if self.part is not None and not 0 <= self.part[0] < self.part[1]:
+            raise ConfigError(f"--shards {self.part[0]}/{self.part[1]}: i must be from 0 to n - 1")
         if not 0 <= self.max_failure_share <= 1:
             raise ConfigError(f"--max-failure-share must be between 0 and 1, got {self.max_failure_share}")
         for name, value, known in (("--last", self.last, LAST_STATES), ("--matching", self.matching, STRENGTHS)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Optional
@@ -18,6 +20,8 @@ from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.stored import recall, remember
 from eagle3_data.cli.progress import RunProgress, answer, say
 from eagle3_data.errors import ConfigError
+from eagle3_data.journal import Tick
+from eagle3_data.metrics import Metrics
 from eagle3_data.status import format_bytes
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
@@ -61,6 +65,16 @@ def parse_inflight(text: str) -> int | Literal["auto"]:
     return int(text)
 
 
+def parse_part(text: str | None) -> tuple[int, int] | None:
+    """'2/8' -> (2, 8). Raises ConfigError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None:
+        raise ConfigError(f"--shards {text!r} is not of the form i/n", next="for example --shards 0/8")
+    return int(match[1]), int(match[2])
+
+
 def build_command(
     inputs: Annotated[list[str], typer.Argument(help="Conversation files: JSONL, JSON or Parquet.")],
     model: Annotated[str, typer.Option(help="The target (folder or hub id): its tokenizer and template are used.")],
@@ -87,9 +101,14 @@ def build_command(
     spool: Annotated[
         Path | None, typer.Option(help="Only with --matching token_count: where req_* folders appear.")
     ] = None,
+    shards: Annotated[
+        str | None,
+        typer.Option(help="'i/n': the i-th of n parts (0 <= i < n), in a folder of its own, e.g. of a Slurm array."),
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)
     ] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the tokenizer's own code (Kimi needs it).")] = False,
 ) -> None:
     """Capture conversations into sealed shards.
@@ -118,8 +137,9 @@ def build_command(
         spool=spool,
         api_key=api_key,
         trust_remote_code=trust_remote_code,
+        part=parse_part(shards),
     )
-    run_build(config)
+    run_build(config, metrics_port)
 
 
 def retry_command(
@@ -131,20 +151,30 @@ def retry_command(
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)
     ] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port.")] = None,
 ) -> None:
     """Try the failed samples of a build again; what is sealed stays as it is.
 
     Example: eagle3-data retry qwen3-data
     """
     config = replace(recall(folder), retry_failed=True, api_key=api_key)
-    run_build(replace(config, servers=tuple(server)) if server else config)
+    run_build(replace(config, servers=tuple(server)) if server else config, metrics_port)
 
 
-def run_build(config: BuildConfig) -> None:
+def run_build(config: BuildConfig, metrics_port: int | None = None) -> None:
     """Build with a progress bar, then the report; exit code 130 when it was interrupted."""
     remember(config)
-    with RunProgress("extract") as progress:
-        report = build(config, on_tick=progress, on_text=say)
+    with ExitStack() as stack:
+        watchers: list[Callable[[Tick], None]] = []
+        if metrics_port is not None:
+            watchers.append(stack.enter_context(Metrics(metrics_port)))
+        watchers.append(stack.enter_context(RunProgress("extract")))
+
+        def on_tick(tick: Tick) -> None:
+            for watcher in watchers:
+                watcher(tick)
+
+        report = build(config, on_tick=on_tick, on_text=say)
     print_report(report)
     if not report.complete:
         say("interrupted: everything placed is kept; the same command goes on from here")

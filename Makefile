@@ -6,7 +6,7 @@ OUT ?= demo
 PIP = $(BIN)/pip --disable-pip-version-check --quiet
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-quick fuzz server-0.5.14 lint format clean
+.PHONY: demo test chaos fuzz test-quick server-0.5.14 lint format clean
 
 demo: $(READY) ## the whole way on a real model: serve, answer, capture, verify, load, train, evaluate
 	$(BIN)/eagle3-data demo --out $(OUT)
@@ -19,6 +19,9 @@ test-quick: $(READY) ## without the server
 
 fuzz: $(READY) ## damage shards for SECONDS (default 60), and look for one that is believed
 	$(BIN)/python -m tests.shards.test_hostile $(SECONDS)
+
+chaos: $(READY) ## 200 random kills of builder and server, invariants checked after each
+	$(BIN)/python -m tests.chaos --kills 200
 
 lint: $(READY) ## ruff, and mypy --strict on the package as it is installed
 	$(BIN)/ruff check .

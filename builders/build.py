@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 from eagle3_data.builders.connect import Probed, foreign_info, make_pool, probe, spec_of
-from eagle3_data.builders.extract import Extractor, Order
+from eagle3_data.builders.extract import Extractor
 from eagle3_data.builders.ledger import Ledger
 from eagle3_data.builders.mirroring import build_beside
+from eagle3_data.builders.order import Order
 from eagle3_data.builders.plan import Plan, check_plan
 from eagle3_data.builders.resume import all_plans, next_incarnation, open_manifest
 from eagle3_data.builders.samples.store import SampleStore
@@ -82,6 +83,8 @@ async def _run(
             next=f"eagle3-data serve --layers {','.join(map(str, config.layers))}",
         )
     base = Plan(store.tokens, spec, config.shard_bytes, split=config.split)
+    if config.part is not None:
+        base = base.part(*config.part)
     manifest = open_manifest(config, store, spec, base, found)
     ledger = Ledger(config.out, manifest.plan.planned, manifest.plan.skipped)
     plans = all_plans(config, store, manifest, base, ledger)

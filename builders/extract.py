@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine
-from dataclasses import dataclass, replace
-from itertools import chain
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from eagle3_data.builders.dumps import Request, open_dump
 from eagle3_data.builders.ledger import Failure
+from eagle3_data.builders.order import Job, Order, PlanOrder
 from eagle3_data.builders.plan import PlannedShard
 from eagle3_data.builders.pool import FlowConfig, Server, ServerPool
 from eagle3_data.builders.samples.store import Sample
 from eagle3_data.builders.sink import ShardSink, free_bytes
-from eagle3_data.errors import BuildFailed, ConnectionLost, DumpMismatch, Eagle3Error, RequestTimeout
+from eagle3_data.errors import BuildFailed, ConnectionLost, DumpMismatch, Eagle3Error, RequestTimeout, SpoolFull
 from eagle3_data.hub.scratch import Scratch
 from eagle3_data.journal import Event, Tick
 from eagle3_data.protocol import RequestId
@@ -34,36 +33,6 @@ BACKOFF_S = 0.5
 ROOM_POLL_S = 0.2
 DEATHS = 5
 """A sample that was in flight at this many server deaths is given up: it may be what kills them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One sample to capture: row of the store, the shard it belongs to, what happened to it so far."""
-
-    row: int
-    shard: str
-    attempt: int = 0
-    deaths: int = 0
-
-
-class Order(Protocol):
-    """What is captured next. `jobs` opens the shards it needs and gives each of their pending samples once."""
-
-    def jobs(self, extractor: Extractor) -> AsyncIterator[Job]: ...
-
-
-class PlanOrder:
-    """Shard by shard, so that few are open at a time."""
-
-    async def jobs(self, extractor: Extractor) -> AsyncIterator[Job]:
-        for planned in chain.from_iterable(extractor.sink.plans):
-            if not await extractor.room(planned):
-                return
-            rows = extractor.sink.open_shard(planned)
-            if not rows:
-                await extractor.sink.seal_if_settled(planned.name)
-            for row in rows:
-                yield Job(row, planned.name)
 
 
 class Extractor:
@@ -85,7 +54,7 @@ class Extractor:
         scratch: Scratch | None = None,
     ) -> None:
         self.sink, self.pool, self.flow, self.scratch = sink, pool, flow, scratch
-        self.order: Order = order or PlanOrder()
+        self.order: Order = order or PlanOrder(flow.window)
         self._room_note = ""
         self.run_id, self.incarnation, self.max_failures = run, incarnation, max_failures
         self.on_tick, self.interval_s = on_tick, interval_s
@@ -104,16 +73,19 @@ class Extractor:
         self.adopted = 0
         self.swept = 0
         """Dumps thrown away because nobody waits for them any more."""
-        self._stop = asyncio.Event()
+        self._stopped = False
+        self._halt = asyncio.Event()
+        """Set when nothing more is sent: by `stop`, or by the run's fatal error."""
         self._fatal: BaseException | None = None
 
     def stop(self) -> None:
         """Send nothing more; requests in flight may finish (Ctrl-C, SIGTERM)."""
-        self._stop.set()
+        self._stopped = True
+        self._halt.set()
 
     @property
     def stopped(self) -> bool:
-        return self._stop.is_set()
+        return self._stopped
 
     async def run(self) -> None:
         """Returns when every sample is settled or `stop` was called. Raises BuildFailed and unexpected errors."""
@@ -121,25 +93,26 @@ class Extractor:
             for rid, path in server.spool.leftovers(self.run_id).items():
                 self._leftovers[rid] = path
         ticker = asyncio.create_task(self._tick_forever())
+        ticker.add_done_callback(self._ended)
         try:
             async for job in self.order.jobs(self):
                 await self._send_retries()
-                if self._done_sending():
+                if self.leaving:
                     break
                 await self._send(job)
-            while (self._tasks or self._retry) and not self._done_sending():
+            while (self._tasks or self._retry) and not self.leaving:
                 await self._send_retries()
                 if self._tasks:
                     await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
             await self._finish()
-            if not self._done_sending():
+            if not self.leaving:
                 self._leftovers.clear()
                 await self._sweep()
         finally:
             ticker.cancel()
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(ticker, *self._tasks, return_exceptions=True)
         if self._fatal is not None:
             raise self._fatal
 
@@ -147,7 +120,6 @@ class Extractor:
         """The state of the run now."""
         sink, plan = self.sink, self.sink.manifest.plan
         up = self.pool.up
-        waiting = "" if up else "waiting: no server alive"
         return Tick(
             event=event,
             t=time.time(),
@@ -169,32 +141,51 @@ class Extractor:
             free_bytes=free_bytes(sink.folder),
             servers_up=up,
             servers=len(self.pool.servers),
-            note=note or sink.note or self._room_note or waiting,
+            note=note or sink.note or self._room_note or self.pool.note,
         )
 
-    def _done_sending(self) -> bool:
-        return self._stop.is_set() or self._fatal is not None
+    @property
+    def leaving(self) -> bool:
+        """Nothing more is sent."""
+        return self._halt.is_set()
+
+    def _fail(self, error: BaseException) -> None:
+        """The first error that nobody handles ends the run; what is in flight may finish."""
+        self._fatal = self._fatal or error
+        self._halt.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Whatever ends a task is retrieved here: a run never goes on, or ends well, without it."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     async def _finish(self) -> None:
         """Let what is in flight end; bounded when the user wants to leave."""
         if not self._tasks:
             return
-        timeout = self.flow.grace_s if self._done_sending() else None
+        timeout = self.flow.grace_s if self.leaving else None
         await asyncio.wait(self._tasks, timeout=timeout)
 
+    def begins(self, planned: PlannedShard) -> bool:
+        """Takes the local space of a shard, if there is any: sealed ones go to the mirror and are removed."""
+        return (
+            self.scratch is None
+            or self.sink.is_sealed(planned.name)
+            or self.scratch.begin(planned.name, planned.nbytes)
+        )
+
     async def room(self, planned: PlannedShard) -> bool:
-        """Wait until the shard may be begun: sealed ones go to the mirror and are removed. False when the run ends."""
-        if self.scratch is None or self.sink.is_sealed(planned.name):
-            return not self._done_sending()
-        while not self._done_sending() and not self.scratch.begin(planned.name, planned.nbytes):
-            self._room_note = self.scratch.note
+        """Wait until the shard begins. False when the run ends before."""
+        while not self.leaving and not self.begins(planned):
+            self._room_note = self.scratch.note if self.scratch else ""
             await self._send_retries()
             await asyncio.sleep(ROOM_POLL_S)
         self._room_note = ""
-        return not self._done_sending()
+        return not self.leaving
 
     async def _send_retries(self) -> None:
-        while self._retry and not self._done_sending():
+        while self._retry and not self.leaving:
             await self._send(self._retry.popleft())
 
     async def _send(self, job: Job) -> None:
@@ -202,9 +193,9 @@ class Extractor:
         if await self._adopt(job, sample):
             return
         pick = asyncio.ensure_future(self.pool.pick(sample.tokens))
-        stop = asyncio.ensure_future(self._stop.wait())
-        await asyncio.wait({pick, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
+        halt = asyncio.ensure_future(self._halt.wait())
+        await asyncio.wait({pick, halt}, return_when=asyncio.FIRST_COMPLETED)
+        halt.cancel()
         if not pick.done():
             pick.cancel()
             await asyncio.gather(pick, return_exceptions=True)
@@ -214,7 +205,7 @@ class Extractor:
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
 
     async def _requeue(self, job: Job, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
@@ -249,11 +240,6 @@ class Extractor:
                 await self._capture(job, sample, server)
         except Eagle3Error as error:
             self._judge(job, sample, server, error)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._fatal = self._fatal or error
-            return
         else:
             seconds = time.monotonic() - started
             self._seconds.append(seconds)
@@ -294,6 +280,8 @@ class Extractor:
             self.pool.mark_down(server)
             deaths += 1
             limit = deaths < DEATHS
+        elif isinstance(error, SpoolFull):
+            limit = True
         if error.retryable and limit and job.attempt < ATTEMPTS_PER_RUN - 1:
             self.retried[error.reason] += 1
             again = replace(job, attempt=job.attempt + 1, deaths=deaths)
@@ -311,10 +299,12 @@ class Extractor:
             ),
         )
         given_up = len(self.sink.ledger.failures)
-        if given_up > self.max_failures and self._fatal is None:
-            self._fatal = BuildFailed(
-                f"{given_up} samples failed, more than the {self.max_failures} allowed; the last: {error.message}",
-                next="see failures.jsonl, mend the cause, then repeat the command (or eagle3-data retry DIR)",
+        if given_up > self.max_failures:
+            self._fail(
+                BuildFailed(
+                    f"{given_up} samples failed, more than the {self.max_failures} allowed; the last: {error.message}",
+                    next="see failures.jsonl, mend the cause, then repeat the command (or eagle3-data retry DIR)",
+                )
             )
 
     async def _sweep(self) -> None:

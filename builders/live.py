@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from eagle3_data.builders.build import build
-from eagle3_data.builders.extract import Extractor, Job
+from eagle3_data.builders.extract import Extractor
+from eagle3_data.builders.order import Job
 from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.sink import ShardSink
 from eagle3_data.capture import Alignment, CaptureSpec

@@ -45,10 +45,12 @@ class Plan:
         split: str = "train",
         rows: npt.NDArray[np.int64] | None = None,
         first_number: int = 0,
+        stride: int = 1,
     ) -> None:
         if shard_bytes < MIN_SHARD_BYTES:
             raise ConfigError(f"shard size of {shard_bytes} bytes is below {MIN_SHARD_BYTES}")
-        self.spec, self.split, self.shard_bytes, self.first_number = spec, split, shard_bytes, first_number
+        self.spec, self.split, self.shard_bytes = spec, split, shard_bytes
+        self.first_number, self.stride = first_number, stride
         self.rows = np.arange(len(tokens), dtype=np.int64) if rows is None else rows
         self.tokens = tokens[self.rows]
         self._sizes = block_sizes(spec, self.tokens)
@@ -82,10 +84,38 @@ class Plan:
         ends = self._ends[low:high] - (self._ends[low - 1] if low else 0)
         offsets = ends - self._sizes[low:high]
         nbytes = int(ends[-1]) + END_BYTES
-        return PlannedShard(shard_name(self.split, self.first_number + i), self.rows[low:high], offsets, nbytes)
+        return PlannedShard(
+            shard_name(self.split, self.first_number + i * self.stride), self.rows[low:high], offsets, nbytes
+        )
 
     def __iter__(self) -> Iterator[PlannedShard]:
         return (self.shard(i) for i in range(len(self)))
+
+    def part(self, index: int, count: int) -> Plan:
+        """Shards index, index + count, ... of this plan, with their own names and bytes: one machine's work."""
+        return PlanPart(self, index, count)
+
+
+class PlanPart(Plan):
+    """Every `count`-th shard of `whole`."""
+
+    def __init__(self, whole: Plan, index: int, count: int) -> None:
+        self.spec, self.split, self.shard_bytes = whole.spec, whole.split, whole.shard_bytes
+        self.first_number, self.stride = whole.first_number + index, count
+        self._shards = [whole.shard(i) for i in range(index, len(whole), count)]
+        empty = np.empty(0, np.int64)
+        self.rows = np.concatenate([empty, *(shard.rows for shard in self._shards)])
+        self.tokens = whole.tokens[np.searchsorted(whole.rows, self.rows)]
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self._shards)
+
+    def shard(self, i: int) -> PlannedShard:
+        return self._shards[i]
 
 
 def check_plan(

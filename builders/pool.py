@@ -7,7 +7,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
+from eagle3_data.builders.knee import Knee
 from eagle3_data.builders.matching import Matcher
 from eagle3_data.builders.spool import Spool
 from eagle3_data.errors import BuildFailed, ConfigError, Eagle3Error
@@ -15,14 +17,18 @@ from eagle3_data.protocol import CaptureInfo
 from eagle3_data.server.client import ServerClient
 
 PROBE_S = 2.0
+SPOOL_MARGIN = 1 << 20
+"""Left free in the spool beyond the next sample, bytes: headers, error records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlowConfig:
     """How much a run asks for at once."""
 
-    max_inflight: int = 64
-    """Requests in flight per server."""
+    max_inflight: int | Literal["auto"] = 64
+    """Requests in flight per server; "auto": as many as raise its throughput."""
+    window: int = 256
+    """Samples of neighbouring shards that are sent longest first; more keeps more shards open at once."""
     inflight_bytes: int | None = None
     """State bytes asked for and not yet in a shard, per server. None: half the server's high-water mark."""
     request_timeout_s: float = 600.0
@@ -37,7 +43,9 @@ class FlowConfig:
     """After Ctrl-C: how long requests in flight may still finish."""
 
     def __post_init__(self) -> None:
-        for name in ("max_inflight", "request_timeout_s", "dump_timeout_s", "server_timeout_s"):
+        if self.max_inflight != "auto" and (isinstance(self.max_inflight, str) or self.max_inflight <= 0):
+            raise ConfigError(f"flow.max_inflight must be > 0 or 'auto', got {self.max_inflight!r}")
+        for name in ("window", "request_timeout_s", "dump_timeout_s", "server_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"flow.{name} must be > 0, got {getattr(self, name)}")
         if self.retries < 0 or self.grace_s < 0:
@@ -50,10 +58,20 @@ class Server:
     def __init__(self, client: ServerClient, info: CaptureInfo, spool: Spool, matcher: Matcher, budget: int) -> None:
         self.client, self.info, self.spool, self.matcher, self.budget = client, info, spool, matcher, budget
         self.alive, self.requests, self.tokens, self.bytes = True, 0, 0, 0
+        self.knee = Knee()
+        self.crowded = ""
+        """Why the last sample asked for found no space in the spool; empty when it did."""
 
     def has_room(self, nbytes: int, flow: FlowConfig) -> bool:
-        """One sample always has room on an idle server, however large it is."""
-        return self.requests == 0 or (self.requests < flow.max_inflight and self.bytes + nbytes <= self.budget)
+        """One sample has room on an idle server, however large it is, as long as its spool has the space."""
+        limit = self.knee.limit if flow.max_inflight == "auto" else flow.max_inflight
+        self.crowded = ""
+        if self.requests and not (self.requests < limit and self.bytes + nbytes <= self.budget):
+            return False
+        free = self.spool.free_bytes()
+        short = free is not None and free < nbytes + SPOOL_MARGIN
+        self.crowded = f"the spool of {self.client.url} has {free:,} bytes free" if short else ""
+        return not short
 
 
 class ServerPool:
@@ -70,15 +88,27 @@ class ServerPool:
         self._changed = asyncio.Condition()
         self._probes: set[asyncio.Task[None]] = set()
         self._dead_since: float | None = None
+        self._broken: BaseException | None = None
+        """What ended a probe that should never end so; raised by the next `pick`."""
 
     @property
     def up(self) -> int:
         return sum(server.alive for server in self.servers)
 
+    @property
+    def note(self) -> str:
+        """What every request waits for; empty while one server takes work."""
+        crowded = [server.crowded for server in self.servers if server.alive]
+        if not crowded:
+            return "waiting: no server alive"
+        return f"waiting: {crowded[0]}" if all(crowded) else ""
+
     async def pick(self, tokens: int) -> Server:
         """Wait for a server with room for a prompt of `tokens`. Raises BuildFailed when none is alive for too long."""
         async with self._changed:
             while True:
+                if self._broken is not None:
+                    raise self._broken
                 nbytes = tokens * self.bytes_per_token
                 able = [
                     server
@@ -106,6 +136,7 @@ class ServerPool:
             server.requests -= 1
             server.tokens -= tokens
             server.bytes -= tokens * self.bytes_per_token
+            server.knee.done(tokens, time.monotonic())
             async with self._changed:
                 self._changed.notify_all()
 
@@ -116,7 +147,12 @@ class ServerPool:
         server.alive = False
         task = asyncio.create_task(self._revive(server))
         self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
+        task.add_done_callback(self._probed)
+
+    def _probed(self, task: asyncio.Task[None]) -> None:
+        self._probes.discard(task)
+        if not task.cancelled():
+            self._broken = self._broken or task.exception()
 
     async def _revive(self, server: Server) -> None:
         """A restarted server must show the same capture before it gets work."""

@@ -20,6 +20,9 @@ from eagle3_data.capture import CaptureSpec
 from eagle3_data.manifest import MANIFEST, Manifest, PlanRow
 from eagle3_data.runlock import work_folder
 
+PART = "shards"
+"""Fingerprint field of a part of a build (`--shards i/n`)."""
+
 
 def open_manifest(
     config: BuildConfig, store: SampleStore, spec: CaptureSpec, plan: Plan, found: Sequence[Probed]
@@ -45,7 +48,8 @@ def open_manifest(
                 nbytes=plan.nbytes,
                 shards=len(plan),
                 shard_bytes=config.shard_bytes,
-                skipped=dict(store.report.dropped),
+                # counted once: by the first part alone, so that parts add up
+                skipped=dict(store.report.dropped) if config.part is None or config.part[0] == 0 else {},
             ),
         )
     known = {row.instance for row in manifest.servers}
@@ -63,6 +67,7 @@ def make_fingerprint(config: BuildConfig, store: SampleStore, spec: CaptureSpec)
         "samples (ids and masks)": store.digest,
         "shard_bytes": config.shard_bytes,
         "matching": config.matching,
+        **({PART: "{}/{}".format(*config.part)} if config.part else {}),
         **{f"capture.{name}": value for name, value in spec.to_dict().items()},
         **{f"samples.{name}": value for name, value in store.spec.to_dict().items()},
     }
@@ -79,12 +84,23 @@ def all_plans(config: BuildConfig, store: SampleStore, manifest: Manifest, base:
     path = work_folder(config.out) / "retries.json"
     rounds: list[list[int]] = json.loads(path.read_text()) if path.exists() else []
     plans = [base]
+    whole_shards = len(Plan(store.tokens, base.spec, config.shard_bytes)) if config.part else len(base)
 
     def add(rows: list[int]) -> None:
-        number = sum(len(plan) for plan in plans)
+        # numbers after the whole plan's; those of different parts never meet
+        stride = config.part[1] if config.part else 1
+        number = base.first_number % stride + whole_shards + stride * sum(len(plan) for plan in plans[1:])
         chosen = np.array(rows, np.int64)
         plans.append(
-            Plan(store.tokens, base.spec, config.shard_bytes, split=config.split, rows=chosen, first_number=number)
+            Plan(
+                store.tokens,
+                base.spec,
+                config.shard_bytes,
+                split=config.split,
+                rows=chosen,
+                first_number=number,
+                stride=stride,
+            )
         )
 
     for rows in rounds:

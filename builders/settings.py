@@ -46,8 +46,12 @@ class BuildConfig:
     """Remove a sealed shard here once the mirror confirmed its size and sha256."""
     scratch_bytes: int | None = None
     """With `delete_local`: shard bytes that may lie here at once; None: four fifths of what is free."""
+    part: tuple[int, int] | None = None
+    """(i, n): only every n-th shard of the plan, from the i-th on (0 <= i < n); `merge` joins the n folders."""
 
     def __post_init__(self) -> None:
+        if self.part is not None and not 0 <= self.part[0] < self.part[1]:
+            raise ConfigError(f"--shards {self.part[0]}/{self.part[1]}: i must be from 0 to n - 1")
         if not 0 <= self.max_failure_share <= 1:
             raise ConfigError(f"--max-failure-share must be between 0 and 1, got {self.max_failure_share}")
         for name, value, known in (("--last", self.last, LAST_STATES), ("--matching", self.matching, STRENGTHS)):

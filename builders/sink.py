@@ -19,7 +19,7 @@ from eagle3_data.builders.dumps import Dump, Request
 from eagle3_data.builders.ledger import Failure, Ledger
 from eagle3_data.builders.plan import Plan, PlannedShard
 from eagle3_data.builders.samples.store import Sample, SampleStore
-from eagle3_data.errors import DiskFull
+from eagle3_data.errors import DiskFull, LedgerError
 from eagle3_data.manifest import Manifest, ShardRow
 from eagle3_data.protocol import ids_digest
 from eagle3_data.shards.index import read_part
@@ -129,7 +129,9 @@ class ShardSink:
             return shard.seal()
 
     def tidy(self) -> None:
-        """All shards are sealed: drop the notes that a crash just after a seal left behind."""
+        """All shards are sealed: drop the notes that a crash just after a seal left behind. Raises LedgerError."""
+        if self._open:
+            raise LedgerError(f"all samples are settled and {len(self._open)} shards are not sealed: {min(self._open)}")
         for path in (self.folder / "data").glob(f".{self.manifest.split}-*"):
             path.unlink()
 

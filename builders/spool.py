@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from eagle3_data.errors import DumpFailed, DumpMissing
+from eagle3_data.errors import DumpFailed, DumpMissing, SpoolFull
 from eagle3_data.protocol import DUMP_SUFFIX, ERROR_SUFFIX, DumpError, RequestId
 from eagle3_data.server.client import ServerClient
 
 POLL_S = 0.003
+FREE_S = 0.2
+FULL = ("disk", "pinned_full")
+"""Reasons of error records that pass when the spool is emptied."""
 STALE_S = 3600.0
 """A dump of ours that nobody took for this long is removed; a live builder takes its dumps within seconds."""
 Keep = Callable[[str], bool]
@@ -27,6 +31,9 @@ class Spool(Protocol):
 
     async def remove(self, rid: str) -> None:
         """Drop the dump or error record of `rid`; no error when there is none."""
+
+    def free_bytes(self) -> int | None:
+        """Space left for dumps, believed for FREE_S; None when this machine cannot tell."""
 
     def leftovers(self, run: str) -> dict[str, Path]:
         """Dumps of an earlier process of this run that lie here now, by request id."""
@@ -44,6 +51,13 @@ class LocalSpool:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._free, self._looked = 0, -FREE_S
+
+    def free_bytes(self) -> int | None:
+        now = time.monotonic()
+        if now - self._looked > FREE_S:
+            self._free, self._looked = shutil.disk_usage(self.folder).free, now
+        return self._free
 
     async def wait(self, rid: str, deadline_s: float) -> Path:
         path, error = self.folder / f"{rid}{DUMP_SUFFIX}", self.folder / f"{rid}{ERROR_SUFFIX}"
@@ -53,7 +67,8 @@ class LocalSpool:
                 return path
             if error.exists():
                 record = DumpError.from_json(error.read_text())
-                raise DumpFailed(f"server could not dump {rid}: {record.reason}: {record.detail}")
+                kind = SpoolFull if record.reason in FULL else DumpFailed
+                raise kind(f"server could not dump {rid}: {record.reason}: {record.detail}")
             if time.monotonic() >= end:
                 raise DumpMissing(f"no dump of {rid} {deadline_s:.0f} s after its response")
             await asyncio.sleep(pause)
@@ -102,6 +117,9 @@ class RemoteSpool:
     async def remove(self, rid: str) -> None:
         (self.scratch / f"{rid}{DUMP_SUFFIX}").unlink(missing_ok=True)
         await self.client.delete_dump(rid)
+
+    def free_bytes(self) -> int | None:
+        return None  # the server leaves an error record instead: SpoolFull, and the sample waits
 
     def leftovers(self, run: str) -> dict[str, Path]:
         return {}

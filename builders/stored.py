@@ -91,6 +91,7 @@ def recall(folder: Path) -> BuildConfig:
         samples=SampleSpec.from_dict(data["samples"]),
         flow=FlowConfig(**data["flow"]),
         layers=tuple(data["layers"]) if data["layers"] else None,
+        part=tuple(data["part"]) if data.get("part") else None,
         spool=Path(data["spool"]) if data["spool"] else None,
     )
     return BuildConfig(**data)

@@ -80,6 +80,12 @@ class DumpFailed(ServerError):
     reason = "dump_failed"
 
 
+class SpoolFull(DumpFailed):
+    """The server had no space for the dump: it waits for space, however long that takes, and no attempt is lost."""
+
+    reason = "spool_full"
+
+
 class DumpMismatch(Eagle3Error):
     """A dump that is not the request's: token count, ids, widths, dtype or layers differ."""
 

@@ -117,6 +117,8 @@ class SpoolConfig:
     """Threads that write dumps."""
     temp_age_s: float = 900.0
     """Unfinished temporary files (aborted prompts) older than this are removed."""
+    dump_age_s: float = 21600.0
+    """Finished dumps and error records that nobody took for this long are removed: their client was killed."""
     shared_spool: bool = False
     """The spool is one folder for all nodes of the server; needed when data-parallel ranks sit on several nodes."""
 
@@ -125,7 +127,7 @@ class SpoolConfig:
             object.__setattr__(self, "layers", tuple(int(layer) for layer in self.layers))
             if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
                 raise ProtocolError(f"layers must be ascending, without repeats and >= 0, got {list(self.layers)}")
-        for name in ("high_water_bytes", "pinned_bytes", "writers", "temp_age_s"):
+        for name in ("high_water_bytes", "pinned_bytes", "writers", "temp_age_s", "dump_age_s"):
             if getattr(self, name) <= 0:
                 raise ProtocolError(f"{name} must be > 0, got {getattr(self, name)}")
 

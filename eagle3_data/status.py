@@ -149,6 +149,13 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} {units[unit]}" if unit == 0 else f"{count:.3g} {units[unit]}"
 
 
+def format_share(part: float, whole: float) -> str:
+    """'1.18 of 3.43 TiB': both in the unit of the whole."""
+    total, unit = format_bytes(whole).split(" ")
+    scale = float(whole) / float(total) if float(total) else 1.0
+    return f"{part / scale:.3g} of {total} {unit}"
+
+
 def format_duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
@@ -173,7 +180,7 @@ def format_line(status: Status) -> str:
     ]
     if retried := sum(status.retried.values()):
         parts.append(f"retried {retried}")
-    parts.append(f"{format_bytes(status.nbytes)} of {format_bytes(status.nbytes_of)} written")
+    parts.append(f"{format_share(status.nbytes, status.nbytes_of)} written")
     parts.append(f"{format_bytes(status.free_bytes)} free")
     if status.state != "RUNNING":
         parts.append(status.state + (f": {status.note}" if status.note else ""))

@@ -16,6 +16,7 @@ COMMANDS = {
     "plan": ("plan", "plan_command", "What a build will take, and whether it fits."),
     "build": ("build", "build_command", "Capture conversations into sealed shards."),
     "retry": ("build", "retry_command", "Try the failed samples of a build again."),
+    "merge": ("merge", "merge_command", "Join the parts of a build made with --shards."),
     "status": ("status", "status_command", "How far, how fast, alive or not."),
     "verify": ("verify", "verify_command", "Check every byte of a build."),
     "push": ("mirror", "push_command", "Send sealed shards to a hub or any URL."),

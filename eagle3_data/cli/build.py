@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import typer
 from rich.table import Table
@@ -18,6 +20,8 @@ from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.stored import recall, remember
 from eagle3_data.cli.progress import RunProgress, answer, say
 from eagle3_data.errors import ConfigError
+from eagle3_data.journal import Tick
+from eagle3_data.metrics import Metrics
 from eagle3_data.status import format_bytes
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB|KiB|MiB|GiB|TiB)?", re.IGNORECASE)
@@ -52,6 +56,25 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
         raise ConfigError(f"--layers {text!r} is not a list of numbers", next="for example --layers 1,29,57") from None
 
 
+def parse_inflight(text: str) -> int | Literal["auto"]:
+    """'auto' or a number. Raises ConfigError."""
+    if text == "auto":
+        return "auto"
+    if not text.isdigit() or int(text) == 0:
+        raise ConfigError(f"--max-inflight {text!r} is neither 'auto' nor a number above 0")
+    return int(text)
+
+
+def parse_part(text: str | None) -> tuple[int, int] | None:
+    """'2/8' -> (2, 8). Raises ConfigError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None:
+        raise ConfigError(f"--shards {text!r} is not of the form i/n", next="for example --shards 0/8")
+    return int(match[1]), int(match[2])
+
+
 def build_command(
     inputs: Annotated[list[str], typer.Argument(help="Conversation files: JSONL, JSON or Parquet.")],
     model: Annotated[str, typer.Option(help="The target (folder or hub id): its tokenizer and template are used.")],
@@ -66,7 +89,9 @@ def build_command(
     loss: Annotated[str, typer.Option(help="'all-assistant' or 'last-turn'.")] = "all-assistant",
     thinking: Annotated[str, typer.Option(help="'auto', 'on', 'off' or 'template'.")] = "auto",
     reasoning: Annotated[str, typer.Option(help="Reasoning: in the 'loss', as 'context', or 'drop'.")] = "loss",
-    max_inflight: Annotated[int, typer.Option(help="Requests in flight per server.")] = 64,
+    max_inflight: Annotated[
+        str, typer.Option(help="Requests in flight per server, or 'auto': as many as raise its throughput.")
+    ] = "auto",
     request_timeout: Annotated[float, typer.Option(help="Seconds until a prompt must be answered.")] = 600.0,
     retries: Annotated[int, typer.Option(help="Further attempts for what may pass.")] = 3,
     max_failure_share: Annotated[float, typer.Option(help="Stop when more than this share failed.")] = 0.01,
@@ -81,11 +106,17 @@ def build_command(
         bool, typer.Option("--delete-local", help="Remove shards once the mirror confirmed size and sha256.")
     ] = False,
     scratch: Annotated[
-        str | None, typer.Option(help="With --delete-local: largest local space for shards, e.g. 200GiB.")
+        str | None,
+        typer.Option(help="With --delete-local: largest local space for shards, e.g. 200GiB."),
+    ] = None,
+    shards: Annotated[
+        str | None,
+        typer.Option(help="'i/n': the i-th of n parts (0 <= i < n), in a folder of its own, e.g. of a Slurm array."),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)
     ] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run the tokenizer's own code (Kimi needs it).")] = False,
 ) -> None:
     """Capture conversations into sealed shards.
@@ -108,7 +139,7 @@ def build_command(
             max_tokens=max_tokens,
             truncation=truncation,  # type: ignore[arg-type]
         ),
-        flow=FlowConfig(max_inflight=max_inflight, request_timeout_s=request_timeout, retries=retries),
+        flow=FlowConfig(max_inflight=parse_inflight(max_inflight), request_timeout_s=request_timeout, retries=retries),
         max_failure_share=max_failure_share,
         matching=matching,  # type: ignore[arg-type]
         spool=spool,
@@ -117,8 +148,9 @@ def build_command(
         mirror=mirror,
         delete_local=delete_local,
         scratch_bytes=parse_size(scratch) if scratch else None,
+        part=parse_part(shards),
     )
-    run_build(config)
+    run_build(config, metrics_port)
 
 
 def retry_command(
@@ -130,20 +162,30 @@ def retry_command(
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)
     ] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve Prometheus metrics on this port.")] = None,
 ) -> None:
     """Try the failed samples of a build again; what is sealed stays as it is.
 
     Example: eagle3-data retry qwen3-data
     """
     config = replace(recall(folder), retry_failed=True, api_key=api_key)
-    run_build(replace(config, servers=tuple(server)) if server else config)
+    run_build(replace(config, servers=tuple(server)) if server else config, metrics_port)
 
 
-def run_build(config: BuildConfig) -> None:
+def run_build(config: BuildConfig, metrics_port: int | None = None) -> None:
     """Build with a progress bar, then the report; exit code 130 when it was interrupted."""
     remember(config)
-    with RunProgress("extract") as progress:
-        report = build(config, on_tick=progress, on_text=say)
+    with ExitStack() as stack:
+        watchers: list[Callable[[Tick], None]] = []
+        if metrics_port is not None:
+            watchers.append(stack.enter_context(Metrics(metrics_port)))
+        watchers.append(stack.enter_context(RunProgress("extract")))
+
+        def on_tick(tick: Tick) -> None:
+            for watcher in watchers:
+                watcher(tick)
+
+        report = build(config, on_tick=on_tick, on_text=say)
     print_report(report)
     if not report.complete:
         say("interrupted: everything placed is kept; the same command goes on from here")

@@ -1,4 +1,7 @@
-"""Any fsspec URL as a mirror: s3://, gs://, file://, memory:// ... Credentials come from where that filesystem looks."""
+"""Any fsspec URL as a mirror: s3://, gs://, file://, memory:// ...
+
+Credentials come from where that filesystem looks.
+"""
 
 from __future__ import annotations
 

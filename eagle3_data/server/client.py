@@ -28,6 +28,7 @@ from eagle3_data.errors import (
     RequestTimeout,
     ServerError,
     ServerUnfit,
+    SpoolFull,
 )
 from eagle3_data.protocol import DUMPS_ROUTE, SPOOL_ENV, CaptureInfo, DumpError, ProtocolError
 
@@ -196,7 +197,8 @@ class ServerClient:
                 text = await response.text()
                 if response.status == 409:
                     record = DumpError.from_json(text)
-                    raise DumpFailed(f"{self.url} could not capture {rid}: {record.reason}: {record.detail}")
+                    kind = SpoolFull if record.reason in ("disk", "pinned_full") else DumpFailed
+                    raise kind(f"{self.url} could not capture {rid}: {record.reason}: {record.detail}")
                 if "no dump of" not in text:  # the web framework's own 404
                     raise ServerUnfit(
                         f"{self.url} has no route for dumps",

@@ -167,7 +167,7 @@ class WriterPool:
         if now - self._swept > SWEEP_S:
             self._swept = now
             self._sweep(now)
-            remove_stale(self._spool, self._config.temp_age_s)
+            remove_stale(self._spool, self._config.temp_age_s, self._config.dump_age_s)
 
     def _sweep(self, now: float) -> None:
         """Prompts that were aborted between two chunks, or whose rest never came."""
@@ -253,12 +253,20 @@ def finished_bytes(spool: Path) -> int:
     return total
 
 
-def remove_stale(spool: Path, age_s: float) -> None:
-    """Remove hidden files of ours that nobody has written to for `age_s` (a server that was killed)."""
-    oldest = time.time() - age_s
+def remove_stale(spool: Path, temp_age_s: float, dump_age_s: float) -> None:
+    """Remove hidden files of ours that nobody has written to (a server that was killed), and dumps that nobody took.
+
+    A client that shares the folder tidies it itself; what a killed client on another machine left is for us alone.
+    """
+    now = time.time()
     with contextlib.suppress(OSError), os.scandir(spool) as entries:
         for entry in entries:
             if entry.name.startswith(".e3d-") and entry.name.endswith(".tmp"):
-                with contextlib.suppress(OSError):
-                    if entry.stat().st_mtime < oldest:
-                        os.unlink(entry.path)
+                age_s = temp_age_s
+            elif entry.name.startswith("e3d-") and entry.name.endswith((DUMP_SUFFIX, ERROR_SUFFIX)):
+                age_s = dump_age_s
+            else:
+                continue
+            with contextlib.suppress(OSError):
+                if entry.stat().st_mtime < now - age_s:
+                    os.unlink(entry.path)

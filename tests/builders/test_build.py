@@ -76,7 +76,7 @@ def test_same_dumps_same_bytes_in_any_order(builds: Builds) -> None:
         ("truncated", "corrupt"),
         ("flipped_byte", "corrupt"),
         ("none", "no_dump"),
-        ("error", "dump_failed"),
+        ("error", "spool_full"),
         ("nan", "non_finite"),
     ],
 )
@@ -262,7 +262,7 @@ def test_another_builder_in_the_folder_is_refused(builds: Builds) -> None:
 
 def test_leftover_dumps_of_this_build_are_used_others_never(builds: Builds) -> None:
     """A killed builder's dumps are proven like any other; strangers' and damaged ones are not."""
-    samples = write_samples(builds.folder / "s.jsonl", 30)
+    samples = write_samples(builds.folder / "s.jsonl", 30, lengths=(30, 30))  # so that they are sent in order
     with builds.server(Faults(reply=dict.fromkeys(range(10, 40), "400"))) as server:
         with pytest.raises(BuildFailed):
             builds.run("out", samples, server.url, max_inflight=1)
@@ -326,7 +326,7 @@ def test_remote_server_without_a_shared_folder(builds: Builds) -> None:
 
 
 def test_request_ids_carry_run_and_attempt(builds: Builds) -> None:
-    samples = write_samples(builds.folder / "s.jsonl", 3)
+    samples = write_samples(builds.folder / "s.jsonl", 3, lengths=(20, 20))
     with builds.server(Faults(reply={0: "500"})) as server:
         builds.run("out", samples, server.url, max_inflight=1)
     run = Manifest.load(builds.folder / "out").run

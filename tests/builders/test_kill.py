@@ -191,3 +191,37 @@ def test_torn_lines_do_not_matter(builds: Builds) -> None:
         assert builds.run("out", samples, server.url).sent == 0
     text = (builds.folder / "out/failures.jsonl").read_text()
     assert [json.loads(line) for line in text.splitlines()] == []
+
+
+@pytest.mark.parametrize("where", ["seal", "tick", "give_up", "requeue"])
+def test_an_error_in_any_task_ends_the_run(builds: Builds, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """No task of a run dies unheard: its error is the run's, and no later stage calls the build complete."""
+    from eagle3_data.builders.extract import Extractor
+    from eagle3_data.builders.sink import ShardSink
+    from tests.replay import Faults
+
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("not one of ours")
+
+    async def broken_task(*args: object) -> None:
+        broken()
+
+    samples = write_samples(builds.folder / "s.jsonl", 40)
+    with builds.server(Faults(reply={3: "400", 5: "500"})) as server:
+        server.delay_s = 0.02
+        with monkeypatch.context() as patch:
+            if where == "seal":
+                patch.setattr(ShardSink, "seal_if_settled", broken_task)
+            elif where == "tick":
+                patch.setattr(Extractor, "_sweep", broken_task)
+            elif where == "give_up":
+                patch.setattr(ShardSink, "give_up", broken)
+            else:
+                patch.setattr(Extractor, "_requeue", broken_task)
+            with pytest.raises(ZeroDivisionError):
+                builds.run("out", samples, server.url, interval_s=0.01, max_inflight=2)
+        assert read_status(builds.folder / "out").state == "FAILED"
+        assert Manifest.load(builds.folder / "out").state == "building"
+        server.faults = Faults()
+        assert builds.run("out", samples, server.url, retry_failed=True).saved == 40
+    assert verify(builds.folder / "out").ok

@@ -242,7 +242,7 @@ def test_leftovers_of_a_killed_server_age_out(tmp_path: Path) -> None:
         path.write_text("x")
     for path in (old, other):
         os.utime(path, (1, 1))
-    remove_stale(tmp_path, 60.0)
+    remove_stale(tmp_path, 60.0, 3600.0)
     assert names(tmp_path) == sorted([new.name, other.name])
 
 
@@ -254,4 +254,25 @@ def test_error_record_is_what_clients_read(make_pool: MakePool, tmp_path: Path) 
         "reason": "rows",
         "detail": 'a "quoted" reason',
         "instance": "test",
+    }
+
+
+def test_dumps_of_a_killed_remote_client_age_out(tmp_path: Path) -> None:
+    """Nobody else sees that spool: what nobody took is removed by the server itself, what is fresh or foreign stays."""
+    now = time.time()
+    ages = {
+        "e3d-r-old-0.safetensors": 7200,
+        "e3d-r-old-1.error.json": 7200,
+        "e3d-r-new-0.safetensors": 10,
+        "someone.safetensors": 7200,
+        "eagle3.json": 7200,
+    }
+    for name, age in ages.items():
+        (tmp_path / name).write_bytes(b"x")
+        os.utime(tmp_path / name, (now - age, now - age))
+    remove_stale(tmp_path, 60.0, 3600.0)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "e3d-r-new-0.safetensors",
+        "someone.safetensors",
+        "eagle3.json",
     }

@@ -86,7 +86,7 @@ class ReadersOrder:
     def _next(self, pending: dict[int, str]) -> int | None:
         for queue in (self._wanted, self._expected or ()):
             while queue:
-                row = queue.popleft()  # type: ignore[union-attr]
+                row = queue.popleft()
                 if row in pending:
                     return row
         return None if self._expected is None else next(iter(pending))

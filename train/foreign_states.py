@@ -70,7 +70,7 @@ def export_speculators(data: Samples, out: Path, *, norm_weight: Tensor, on_samp
     _save_rows(out, ids, masks)
 
 
-def _save_rows(out: Path, ids: list[np.ndarray], masks: list[np.ndarray]) -> None:  # type: ignore[type-arg]
+def _save_rows(out: Path, ids: list[np.ndarray], masks: list[np.ndarray]) -> None:
     from datasets import Dataset
 
     offsets = pa.array(np.cumsum([0, *map(len, ids)]), pa.int32())

@@ -124,7 +124,9 @@ def mirror_of(folder: Path) -> str:
     """`hf:/org/name`, as a path keeps it, back to a URL; `org/name` stays."""
     text = str(folder)
     scheme, colon, rest = text.partition(":/")
-    return f"{scheme}://{rest.lstrip('/')}" if colon else text
+    if not colon:
+        return text
+    return f"{scheme}:///{rest}" if scheme == "file" else f"{scheme}://{rest}"
 
 
 def _train(settings: TrainConfig, servers: tuple[str, ...]) -> None:

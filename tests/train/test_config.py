@@ -94,3 +94,10 @@ def test_module_entry_point(
 def test_parse_config_needs_data_and_run() -> None:
     with pytest.raises(ConfigError, match="data"):
         parse_config({"run": {"output": "x"}}, source="s")
+
+
+@pytest.mark.parametrize(
+    "mirror", ["org/name", "hf://datasets/org/name@main", "s3://bucket/some/build", "file:///tmp/some/build"]
+)
+def test_a_mirror_survives_being_kept_as_a_path(mirror: str) -> None:
+    assert cli.mirror_of(Path(mirror)) == mirror

@@ -27,6 +27,8 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
 }
 MAX_HEADER_BYTES = 1 << 20
+KEPT_HEADER_BYTES = 2048
+"""Headers up to this size are parsed once and remembered; ours have 512 bytes."""
 Layout = dict[str, tuple[torch.dtype, list[int], int, int]]
 """{name: (dtype, shape, start, end)} of a safetensors member, bytes from its start."""
 
@@ -68,6 +70,19 @@ def parse_header(data: bytes | bytearray | memoryview, nbytes: int) -> Layout:
     Raises ShardCorrupt unless the tensors have known dtypes, the sizes of their shapes, and fill the member without
     gaps or overlaps; a file from a mirror is not trusted.
     """
+    if len(data) >= 8:
+        (size,) = struct.unpack_from("<Q", data)
+        if 8 + size <= min(KEPT_HEADER_BYTES, len(data)):
+            return _parse_kept(bytes(data[: 8 + size]), nbytes)  # samples of one length have the same header
+    return _parse(data, nbytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_kept(head: bytes, nbytes: int) -> Layout:
+    return _parse(head, nbytes)
+
+
+def _parse(data: bytes | bytearray | memoryview, nbytes: int) -> Layout:
     header, size = _read_header(data, nbytes)
     try:
         entries = sorted(_entry(name, entry) for name, entry in header.items() if name != "__metadata__")

@@ -1,7 +1,8 @@
 """A local copy of a mirror: shard by shard, each going on at the byte where it stopped, each checked before its name.
 
 A shard is written as `.{name}.pull`, compared with the manifest's checksum, made durable and renamed. The manifest
-comes last, so that a folder is a build only once all of its shards are there. `.build/pull.jsonl` remembers what was checked.
+comes last, so that a folder is a build only once all of its shards are there. `.build/pull.jsonl`
+remembers what was checked.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ def build(config: BuildConfig, *, on_tick: OnTick, on_text: Callable[[str], None
         store = load_store(config, on_text)
         if config.mirror is None:
             return asyncio.run(_build(config, store, None, on_tick, on_text))
-        return build_beside(config, lambda beside: asyncio.run(_build(config, store, beside, on_tick, on_text)), on_text)
+        return build_beside(
+            config, lambda beside: asyncio.run(_build(config, store, beside, on_tick, on_text)), on_text
+        )
 
 
 async def _build(

@@ -169,8 +169,8 @@ Hidden states of **{model}** for EAGLE-3 draft training: for every token the out
 
 ## How it was made
 
-Each conversation was prefilled once by a patched SGLang server; its states were accepted only with the request's own id,
-token count and ids, and only when the stored bytes gave the server's checksum.
+Each conversation was prefilled once by a patched SGLang server; its states were accepted only with the request's own
+id, token count and ids, and only when the stored bytes gave the server's checksum.
 
 | server | SGLang | capture | device | TP | chunk |
 | --- | --- | --- | --- | --- | --- |

@@ -87,7 +87,8 @@ def parse_repository(target: str) -> tuple[str, str | None] | None:
     if "://" in target and not target.startswith("hf://"):
         return None
     raise ConfigError(
-        f"{redact(target)!r} names no mirror", next="ORG/NAME (a data set on the hub), or a URL such as s3://bucket/name"
+        f"{redact(target)!r} names no mirror",
+        next="ORG/NAME (a data set on the hub), or a URL such as s3://bucket/name",
     )
 
 

@@ -258,6 +258,7 @@ class Push:
         if found.nbytes != nbytes:
             return f"the mirror has {found.nbytes:,} bytes of {nbytes:,}"
         local = self._notes.digest(self.folder / "data" / name) or file_digest(self.folder / "data" / name)
-        sha256 = found.sha256 or remote_digest(self.mirror, found.path, nbytes).sha256  # no word from the store: read it
+        sha256 = (
+            found.sha256 or remote_digest(self.mirror, found.path, nbytes).sha256
+        )  # no word from the store: read it
         return "" if sha256 == local.sha256 else f"the mirror's sha256 is {sha256}, here it is {local.sha256}"
-

@@ -40,7 +40,9 @@ class Scratch:
                 return True
             dead = self._dead
         if dead:
-            raise BuildFailed(f"no scratch for {name}, and the push has ended: {dead}", next="mend it and repeat the command")
+            raise BuildFailed(
+                f"no scratch for {name}, and the push has ended: {dead}", next="mend it and repeat the command"
+            )
         self.on_full()
         return False
 
@@ -56,4 +58,6 @@ class Scratch:
 
     @property
     def note(self) -> str:
-        return f"waiting: {format_bytes(self.held_bytes)} of {format_bytes(self.limit_bytes)} scratch wait for the mirror"
+        return (
+            f"waiting: {format_bytes(self.held_bytes)} of {format_bytes(self.limit_bytes)} scratch wait for the mirror"
+        )

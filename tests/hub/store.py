@@ -111,7 +111,9 @@ class Store:
             part.unlink()
         return True
 
-    def commit(self, name: str, parent: str | None, title: str, changes: list[dict[str, Any]], anything: bool) -> Commit:
+    def commit(
+        self, name: str, parent: str | None, title: str, changes: list[dict[str, Any]], anything: bool
+    ) -> Commit:
         """`anything`: large files need not have come through this server (they went to a xet store)."""
         with self.lock:
             repository = self.repositories[name]

@@ -205,9 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(200, json.dumps(value).encode(), headers)
 
     def error(self, status: int, code: str, message: str) -> None:
-        self.send(
-            status, json.dumps({"error": message}).encode(), {"X-Error-Code": code, "X-Error-Message": message}
-        )
+        self.send(status, json.dumps({"error": message}).encode(), {"X-Error-Code": code, "X-Error-Message": message})
 
     def pieces(self) -> Iterator[bytes]:
         """The request's body as it arrives, sized or chunked. Raises _Gone when it ends early."""

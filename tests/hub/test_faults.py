@@ -128,9 +128,7 @@ def test_c72_refusals_over_500_shards(hub: HubStub, tmp_path: Path) -> None:
         if "/commit/" in path or "/paths-info/" in path:
             tree = hub.files(REPO)
             too_early.extend(
-                name
-                for name in before
-                if not (folder / "data" / name).exists() and remote_path(name) not in tree
+                name for name in before if not (folder / "data" / name).exists() and remote_path(name) not in tree
             )
 
     hub.pace = watch

@@ -231,7 +231,7 @@ def test_folders_stay_below_the_hubs_limit() -> None:
     assert remote_path("train-000000.tar") == "data/train-000000.tar"
     assert remote_path("train-008999.tar") == "data/train-008999.tar"
     assert remote_path("train-009000.tar") == "data/001/train-009000.tar"
-    places = [remote_path(f"train-{i:06d}.tar").rpartition("/")[0] for i in range(0, 100_000)]
+    places = [remote_path(f"train-{i:06d}.tar").rpartition("/")[0] for i in range(100_000)]
     assert max(places.count(folder) for folder in set(places)) + len(set(places)) < 10_000
 
 

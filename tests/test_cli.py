@@ -176,7 +176,7 @@ def test_build_status_verify_retry(
         ("--last", "some", "'some' is not one of hidden, none"),
         ("--max-failure-share", "3", "between 0 and 1"),
         ("--loss", "everything", "not one of"),
-        ("--max-inflight", "0", "must be > 0"),
+        ("--max-inflight", "0", "nor a number above 0"),
         ("--matching", "luck", "not one of"),
         ("--server", "localhost:30000", "http://HOST:PORT"),
     ],

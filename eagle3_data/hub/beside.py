@@ -22,7 +22,7 @@ def where_of(target: str) -> str:
 
 
 class PushBeside:
-    """Context manager around a build. Entering it opens the mirror, so a wrong name or token stops the build early.
+    """Context manager around a build. Entering it opens the mirror: a wrong name or token stops the build early.
 
     Leaving it waits until everything sealed is published; after an error or an interruption, only for what is on its
     way. `report` and `error` tell how it ended: the mirror's troubles never fail a build.

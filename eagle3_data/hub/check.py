@@ -1,7 +1,7 @@
 """`eagle3-data verify hf://datasets/ORG/NAME`: is a mirror what its manifest says? By checksums; tensors stay there.
 
-A hub gives the sha256 of every shard, so nothing but the manifest and the index is downloaded. Stores that give none
-are read through, without keeping anything.
+A hub gives the sha256 of every shard, so nothing but the manifest and the index is downloaded. Stores without are
+read through, without keeping anything.
 """
 
 from __future__ import annotations

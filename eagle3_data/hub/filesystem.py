@@ -1,11 +1,9 @@
-"""Any fsspec URL as a mirror: s3://, gs://, file://, memory:// ...
-
-Credentials come from where that filesystem looks.
-"""
+"""Any fsspec URL as a mirror: s3://, gs://, file://, memory:// ... Credentials come from its own settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -77,7 +75,7 @@ class UrlMirror:
 
     def publish(self, uploads: Sequence[Upload], small: Mapping[str, bytes], message: str) -> None:
         for path in sorted(small, key=lambda path: path == MANIFEST):
-            self.patience.call(f"write {path} to {self.url}", lambda path=path: self._write(path, small[path]))
+            self.patience.call(f"write {path} to {self.url}", partial(self._write, path, small[path]))
 
     def look(self, paths: Sequence[str]) -> dict[str, RemoteFile]:
         listed = self.listing()

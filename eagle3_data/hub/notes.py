@@ -4,8 +4,7 @@
 {"event": "sent", "target": "hf://datasets/org/name", "name": "train-000000.tar", "nbytes": 1073741824}
 
 `sent`: the mirror has the bytes and nobody sees them yet; `published`: a commit made them visible; `deleted`: the
-mirror confirmed size and sha256, and the local file was removed. The mirror's own answers always
-weigh more than these notes.
+mirror confirmed size and sha256, and the local file was removed. The mirror's own answers weigh more than these notes.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def judge(error: BaseException) -> Verdict:
     for one in chain:
         response = getattr(one, "response", None)
         status = getattr(response, "status_code", None)
-        if isinstance(status, int):
+        if response is not None and isinstance(status, int):
             return Verdict(status in RETRIED, retry_after(response.headers), status)
     for one in chain:
         if isinstance(one, (Eagle3Error, *LASTING)):

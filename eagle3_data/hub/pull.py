@@ -1,8 +1,7 @@
 """A local copy of a mirror: shard by shard, each going on at the byte where it stopped, each checked before its name.
 
-A shard is written as `.{name}.pull`, compared with the manifest's checksum, made durable and renamed. The manifest
-comes last, so that a folder is a build only once all of its shards are there. `.build/pull.jsonl`
-remembers what was checked.
+A shard is written as `.{name}.pull`, compared with the manifest's checksum, made durable and renamed. The manifest is
+last, so that a folder is a build only once all of its shards are there. `.build/pull.jsonl` remembers what was checked.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Pull:
         return manifest
 
     def _is_here(self, row: ShardRow) -> bool:
-        """Whether the shard is here with the manifest's checksum; files changed since their check are read again."""
+        """Whether the shard is here with the manifest's checksum; one that changed since its check is read again."""
         path = self.folder / "data" / row.name
         try:
             stat = path.stat()

@@ -1,4 +1,4 @@
-"""What one commit publishes beside its shards: manifest, index, card and failures, of exactly these shards."""
+"""What a commit publishes beside its shards: manifest, index, card and failures, of exactly what is there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Published:
             return
         if self.manifest.run != local.run:
             raise ManifestMismatch(
-                f"{url} holds another build: {self.manifest.dataset}, run {self.manifest.run}; this is run {local.run}",
+                f"{url} holds another build ({self.manifest.dataset}, run {self.manifest.run}; here {local.run})",
                 next="push to another mirror; a published data set is never overwritten",
             )
         here = {row.name: row.xxh3 for row in local.shards}

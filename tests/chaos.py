@@ -133,9 +133,7 @@ class Chaos:
                 self._disturbed(f"wild-{number}")
                 shutil.rmtree(self.folder / f"wild-{number}")
                 number += 1
-                say(
-                    f"build {number} complete and identical, {sum(self.killed.values())} kills: {dict(self.killed)}, {self.moved} amid work"
-                )
+                say(f"build {number} complete and identical, {self.story}")
         finally:
             for pid in (self.builder, self.server):
                 if pid:
@@ -271,9 +269,7 @@ def main() -> None:
             chaos.run(lambda text: print(text, flush=True))
         except BaseException as error:
             raise SystemExit(f"FAILED with seed {options.seed} after {dict(chaos.killed)}: {error}") from error
-    print(
-        f"{sum(chaos.killed.values())} kills ({dict(chaos.killed)}), {chaos.moved} amid work; every invariant held; seed {options.seed}"
-    )
+    print(f"{chaos.story}; every invariant held; seed {options.seed}")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class FlowConfig:
     """After Ctrl-C: how long requests in flight may still finish."""
 
     def __post_init__(self) -> None:
-        if self.max_inflight != "auto" and (isinstance(self.max_inflight, str) or self.max_inflight <= 0):
+        if self.max_inflight != "auto" and self.max_inflight <= 0:
             raise ConfigError(f"flow.max_inflight must be > 0 or 'auto', got {self.max_inflight!r}")
         for name in ("window", "request_timeout_s", "dump_timeout_s", "server_timeout_s"):
             if getattr(self, name) <= 0:

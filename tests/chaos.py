@@ -79,9 +79,15 @@ class Chaos:
         self.server = self.builder = 0
         self.starts = 0
         self.killed: Counter[str] = Counter()
+        self.moved = 0
+        """Kills before which samples were placed since the kill before."""
         self.calm: dict[str, bytes] = {}
         self.sealed: dict[str, tuple[int, int]] = {}
         pool.PROBE_S = 0.1
+
+    @property
+    def story(self) -> str:
+        return f"{sum(self.killed.values())} kills ({dict(self.killed)}), {self.moved} amid work"
 
     # ---------------------------------------------------------------- the two processes
 
@@ -127,7 +133,7 @@ class Chaos:
                 self._disturbed(f"wild-{number}")
                 shutil.rmtree(self.folder / f"wild-{number}")
                 number += 1
-                say(f"build {number} complete and identical, {sum(self.killed.values())} kills: {dict(self.killed)}")
+                say(f"build {number} complete and identical, {self.story}")
         finally:
             for pid in (self.builder, self.server):
                 if pid:
@@ -144,7 +150,7 @@ class Chaos:
         self.sealed = {}
         self.build(out)
         while sum(self.killed.values()) < self.kills:
-            time.sleep(self.chooser.random() ** 2 * 0.6)
+            self._wait_for_a_moment(out)
             status = self.ended(self.builder)
             if status == 0:
                 break
@@ -155,6 +161,24 @@ class Chaos:
             self._wait(out)
         self.builder = 0
         self._check_whole(out)
+
+    def _wait_for_a_moment(self, out: str) -> None:
+        """Any moment, for a quarter of the kills; else one after some samples more were placed."""
+        more = 0 if self.chooser.random() < 0.25 else self.chooser.randrange(1, 25)
+        pause, end = self.chooser.random() * 0.1, time.monotonic() + 10.0
+        before = done = self._done(out)
+        while done < before + more and time.monotonic() < end and self._runs():
+            time.sleep(0.005)
+            done = self._done(out)
+        self.moved += done > before
+        time.sleep(pause)
+
+    def _done(self, out: str) -> int:
+        return read_status(self.folder / out).done if journal_path(self.folder / out).exists() else 0
+
+    def _runs(self) -> bool:
+        """Whether the builder still runs; its status is left for `ended`."""
+        return os.waitid(os.P_PID, self.builder, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def _kill(self, out: str) -> None:
         victim = self.chooser.choice(VICTIMS)
@@ -245,7 +269,7 @@ def main() -> None:
             chaos.run(lambda text: print(text, flush=True))
         except BaseException as error:
             raise SystemExit(f"FAILED with seed {options.seed} after {dict(chaos.killed)}: {error}") from error
-    print(f"{sum(chaos.killed.values())} kills ({dict(chaos.killed)}), every invariant held; seed {options.seed}")
+    print(f"{chaos.story}; every invariant held; seed {options.seed}")
 
 
 if __name__ == "__main__":

@@ -14,3 +14,4 @@ def test_random_kills_leave_every_invariant() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "16 kills" in done.stdout
+    assert int(done.stdout.split(" amid work; every")[0].split()[-1]) >= 4, done.stdout

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,3 +76,39 @@ def test_dumps_and_errors_are_taken_and_counted(tmp_path: Path) -> None:
     asyncio.run(drain.until(2, sent_all))
     assert (set(drain.came), drain.errors, drain.nbytes) == ({"e3d-r-0-0"}, {"pinned_full": 1}, 5)
     assert [path.name for path in tmp_path.iterdir()] == [".e3d-r-2-0.1-1.tmp"]
+
+
+def test_the_witness_writes_what_layers_and_norm_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import witness
+    from safetensors.torch import load_file
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * 2, x if residual is None else residual + x
+
+    class Inner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.norm = torch.nn.ModuleList([Layer(), Layer()]), torch.nn.LayerNorm(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            residual = None
+            for layer in self.layers:
+                x, residual = layer(x, residual)
+            return self.norm(x + residual)
+
+    inner = Inner()
+    wrapper = SimpleNamespace(language_model=SimpleNamespace(model=inner))
+    for name, value in ((witness.FOLDER, str(tmp_path)), (witness.ROWS, "3"), (witness.LAYERS, "0,1")):
+        monkeypatch.setenv(name, value)
+    witness.watch(None, SimpleNamespace(model=wrapper))
+    inner(torch.ones(2, 4))  # fewer rows than asked for: a decode, a warm-up
+    x = torch.arange(12.0).view(3, 4)
+    last = inner(x)
+    (path,) = tmp_path.iterdir()
+    found = load_file(path)
+    assert sorted(found) == ["layer.0", "layer.1", "norm"]
+    assert found["layer.0"].equal(3 * x)
+    assert found["layer.1"].equal(4 * x + x + 2 * x)
+    assert found["norm"].equal(last)

@@ -10,6 +10,7 @@ import asyncio
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -25,6 +26,9 @@ from eagle3_data.shards.index import read_part
 from eagle3_data.shards.layout import END_BYTES, SampleRecord
 from eagle3_data.shards.writer import OpenShard, Place
 
+if TYPE_CHECKING:
+    from eagle3_data.head import TargetHead
+
 DISK_POLL_S = 2.0
 
 
@@ -32,8 +36,10 @@ class ShardSink:
     """`note` says what is waited for (a full disk); empty while all is well. `tokens`, `nbytes`: placed so far."""
 
     def __init__(
-        self, folder: Path, plans: Sequence[Plan], store: SampleStore, manifest: Manifest, ledger: Ledger
+        self, folder: Path, plans: Sequence[Plan], store: SampleStore, manifest: Manifest, ledger: Ledger,
+        head: TargetHead | None = None,
     ) -> None:
+        self.head = head
         self.folder, self.plans, self.store, self.ledger = folder, list(plans), store, ledger
         self.spec = manifest.spec
         self.manifest = manifest
@@ -57,7 +63,7 @@ class ShardSink:
         self._recover(planned.name)
         if any(row.name == planned.name for row in self.manifest.shards):
             return []
-        shard = OpenShard(self.folder, planned.name, places, self.spec)
+        shard = OpenShard(self.folder, planned.name, places, self.spec, self.head)
         for key in shard.places:
             if key in self.ledger.failures:
                 shard.give_up(key)
@@ -72,17 +78,17 @@ class ShardSink:
     async def place(self, name: str, sample: Sample, request: Request, dump: Dump) -> None:
         """Move a proven dump into its shard. Waits while the disk is full. Raises DumpCorrupt."""
         shard = self._open[name]
-        record = make_record(sample, request, dump, with_last=self.spec.last == "hidden")
+        record = make_record(sample, request, dump, with_last=self.spec.last != "none")
         mask = sample.loss_mask.tobytes()
         while True:
             try:
-                tail = await asyncio.to_thread(shard.write, record, dump.fd, dump.states_at, request.input_ids, mask)
+                placed = await asyncio.to_thread(shard.write, record, dump.fd, dump.states_at, request.input_ids, mask)
                 break
             except DiskFull as error:
                 self.note = f"waiting: {error.message}"
                 await asyncio.sleep(DISK_POLL_S)
         self.note = ""
-        shard.settle(record, tail)
+        shard.settle(placed)
         self.ledger.save(1)
         self.tokens += record.tokens
         self.nbytes += shard.block_bytes(record.key)

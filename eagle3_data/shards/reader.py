@@ -14,15 +14,19 @@ from typing import Any
 import pyarrow as pa
 import torch
 
+from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import ShardCorrupt
 from eagle3_data.manifest import Manifest
+from eagle3_data.shards.codec import decode
 from eagle3_data.shards.index import read_index
+from eagle3_data.shards.stored import part_names
 from eagle3_data.shards.table import SampleTable
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
     "U8": torch.uint8,
 }
@@ -99,11 +103,25 @@ def tensors_at(
         layout = parse_header(member, nbytes)
     tensors = {}
     for name in columns:
+        if name not in layout:
+            raise ShardCorrupt(f"tensor {name} is not in the member")
         dtype, shape, low, high = layout[name]
         count = (high - low) // dtype.itemsize
         flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset + low) if count else torch.empty(0)
         tensors[name] = flat.to(dtype).reshape(shape)
     return tensors
+
+
+def columns_at(
+    buffer: mmap.mmap | memoryview, offset: int, nbytes: int, columns: Sequence[str], spec: CaptureSpec
+) -> dict[str, torch.Tensor]:
+    """The named columns of the member at `offset`, decoded: views of `buffer` where they are stored plainly.
+
+    Raises ShardCorrupt.
+    """
+    names = [part for column in columns for part in part_names(spec, column)]
+    stored = tensors_at(buffer, offset, nbytes, names)
+    return {column: decode(spec, column, stored) for column in columns}
 
 
 @functools.lru_cache(maxsize=256)
@@ -142,6 +160,6 @@ class ShardSet(SampleTable):
             ) from None
         buffer = map_shard(str(path), stat.st_size, stat.st_mtime_ns)
         try:
-            return tensors_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted)
+            return columns_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted, self.capture)
         except ShardCorrupt as error:
             raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error

@@ -14,7 +14,7 @@ import torch
 from eagle3_data.errors import ConfigError, DatasetUnavailable, ShardCorrupt
 from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.shards.index import INDEX_SCHEMA
-from eagle3_data.shards.reader import tensors_at
+from eagle3_data.shards.reader import columns_at
 from eagle3_data.shards.table import SampleTable
 
 
@@ -66,4 +66,4 @@ class RemoteShardSet(SampleTable):
         data = fs.cat_file(f"{root}/data/{self.shard_of(i)}", start=start, end=start + nbytes)
         if len(data) != nbytes:
             raise ShardCorrupt(f"{self.shard_of(i)}, sample {self.keys[i]}: {len(data)} of {nbytes} bytes came")
-        return tensors_at(memoryview(bytearray(data)), 0, nbytes, wanted)
+        return columns_at(memoryview(bytearray(data)), 0, nbytes, wanted, self.capture)

@@ -160,4 +160,4 @@ def make_pool(
             matcher = matcher_class(matching)(spool, spec)
         budget = flow.inflight_bytes or info.high_water_bytes // 2
         servers.append(Server(client, info, spool, matcher, budget))
-    return ServerPool(servers, flow, spec.state_bytes_per_token, lambda info, url: check_fits(info, spec, url))
+    return ServerPool(servers, flow, spec.dump_bytes_per_token, lambda info, url: check_fits(info, spec, url))

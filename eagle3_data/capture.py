@@ -82,6 +82,11 @@ class CaptureSpec:
         states = len(self.layers) + (self.last == "hidden")
         return states * self.width * DTYPE_BYTES[self.dtype]
 
+    @property
+    def dump_bytes_per_token(self) -> int:
+        """Bytes of a token's states in the server's dump, which has the last state whatever is stored of it."""
+        return (len(self.layers) + 1) * self.width * DTYPE_BYTES[self.dtype]
+
     def tensors(self, tokens: int) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of one sample as it is read: the states first, as in the server's dump."""
         states: list[tuple[str, str, tuple[int, ...]]] = [(AUX, self.dtype, (tokens, len(self.layers) * self.width))]

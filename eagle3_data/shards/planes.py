@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,9 @@ PIECE_VALUES = 1 << 15
 ZSTD_LEVEL = 1
 PARALLEL_FROM = 4
 """Frames below which handing them to threads costs more than it gives."""
-U8, U16, I32 = npt.NDArray[np.uint8], npt.NDArray[np.uint16], npt.NDArray[np.int32]
+U8: TypeAlias = npt.NDArray[np.uint8]
+U16: TypeAlias = npt.NDArray[np.uint16]
+I32: TypeAlias = npt.NDArray[np.int32]
 
 
 def frame_count(values: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from eagle3_data.builders.reextract import reextract
 from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS
 from eagle3_data.errors import ConfigError, ManifestMismatch
 from eagle3_data.head import TargetHead
+from eagle3_data.journal import Tick
 from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import AUX, IDS, LAST
 from eagle3_data.shards import ShardSet
@@ -63,15 +66,15 @@ def test_disturbed_builds_give_the_same_bytes(builds: Builds, way: str) -> None:
 
 def stop_after(builds: Builds, out: str, samples: Path, url: str, count: int, **changes: str) -> int:
     """A run that is interrupted once `count` samples are done; how many it kept."""
-    import os
-    import signal
+    sent: list[int] = []
 
-    def tick(tick: object) -> None:
-        if getattr(tick, "done", 0) >= count and getattr(tick, "event", "") == "tick":
+    def stop(tick: Tick) -> None:
+        if tick.done >= count and not sent:
+            sent.append(tick.done)
             os.kill(os.getpid(), signal.SIGINT)
 
     config = builds.config(out, samples, url, max_inflight=2, interval_s=0.01, **changes)
-    report = build(config, on_tick=tick, on_text=builds.texts.append)
+    report = build(config, on_tick=stop, on_text=builds.texts.append)
     return report.saved
 
 
@@ -172,7 +175,7 @@ def test_verify_head_and_against(builds: Builds, monkeypatch: pytest.MonkeyPatch
         same = reextract(data, server.url, 5, api_key=None)
         assert (same.samples, same.equal, same.worst, same.problems) == (5, 5, 0.0, [])
         assert list(server.spool.glob("e3d-*")) == []
-        monkeypatch.setattr("tests.replay.states", lambda ids, spec: states([*ids, 1], spec) if False else _other(ids, spec))
+        monkeypatch.setattr("tests.replay.states", _other)
         other = reextract(data, server.url, 5, api_key=None)
         assert other.equal == 0
         assert len(other.problems) >= 5

@@ -150,7 +150,7 @@ def test_slots_are_arithmetic(tokens: int, name: str, last: str) -> None:
 
 def write_shard(folder: Path, order: list[int], spec: CaptureSpec, failed: tuple[int, ...] = ()) -> bytes:
     dumps = [FakeDump(spec, n, seed) for seed, n in enumerate(LENGTHS)]
-    shard = OpenShard(folder, "train-000000.tar", _slots(spec, dumps), spec)
+    shard = OpenShard(folder, "train-000000.tar", places(spec, dumps), spec)
     folder.mkdir(parents=True, exist_ok=True)
     for i in order:
         place = list(shard.places.values())[i]
@@ -162,10 +162,6 @@ def write_shard(folder: Path, order: list[int], spec: CaptureSpec, failed: tuple
     shard.forget()
     assert row is not None
     return (folder / "data" / row.name).read_bytes()
-
-
-def _slots(spec: CaptureSpec, dumps: list[FakeDump]) -> list:  # type: ignore[type-arg]
-    return places(spec, dumps)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -234,7 +230,7 @@ def test_bytes_on_disk_shrink(tmp_path: Path) -> None:
         make_build(tmp_path / name, (2000, 2000), spec=spec)
         sizes[name] = Manifest.load(tmp_path / name).nbytes
     assert sizes["planes"] < 0.8 * sizes["bf16"]
-    assert sizes["fp8"] < 0.53 * sizes["bf16"]
+    assert sizes["fp8"] < 0.55 * sizes["bf16"]
 
 
 def test_a_bad_dump_is_not_encoded(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ RECORD_FEATURES = (
     ("ids_digest", "string"),
     ("next_token", "int64"),
     ("checksum", "string"),
+    ("stored", "string"),
 )
 
 

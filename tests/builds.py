@@ -62,7 +62,7 @@ class FakeDump:
 
     def record(self, key: str) -> SampleRecord:
         meta = self.meta()
-        checksum = meta.checksum if self.spec.last == "hidden" else meta.checksum.split(":")[0]
+        checksum = meta.checksum if self.spec.last != "none" else meta.checksum.split(":")[0]
         return SampleRecord(
             key=key,
             id=f"id-{key}",
@@ -89,10 +89,10 @@ def put(shard: OpenShard, place: Place, dump: FakeDump, folder: Path) -> None:
     try:
         states_at = path.stat().st_size - len(raw(dump.aux)) - len(raw(dump.last)) - 4 * dump.tokens
         record = dump.record(place.key)
-        tail = shard.write(record, fd, states_at, dump.ids.tolist(), raw(dump.mask))
+        placed = shard.write(record, fd, states_at, dump.ids.tolist(), raw(dump.mask))
     finally:
         os.close(fd)
-    shard.settle(record, tail)
+    shard.settle(placed)
 
 
 def make_build(

@@ -331,7 +331,8 @@ class OpenShard:
         )
         return (
             os.pread(fd, len(head), place.offset) == head
-            and xxhash.xxh3_64_hexdigest(os.pread(fd, layout.total - layout.tail, place.offset + layout.tail)) == placed.tail
+            and xxhash.xxh3_64_hexdigest(os.pread(fd, layout.total - layout.tail, place.offset + layout.tail))
+            == placed.tail
             and states
         )
 

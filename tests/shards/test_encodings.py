@@ -1,4 +1,4 @@
-"""Encodings: lossless where they say so, within their bound where not, the same bytes in any order, whole after a kill."""
+"""Encodings: lossless where they say so, within their bound where not, the same bytes in any order, kill-safe."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def same_model(asked: str, served: str) -> bool:
     return Path(asked).exists() and Path(served).exists() and Path(asked).resolve() == Path(served).resolve()
 
 
-def spec_of(info: CaptureInfo, model: str, last: str, encoding: Encoding = "bf16", last_encoding: Encoding | None = None) -> CaptureSpec:
+def spec_of(
+    info: CaptureInfo, model: str, last: str, encoding: Encoding = "bf16", last_encoding: Encoding | None = None
+) -> CaptureSpec:
     """The spec of the data that this server gives."""
     return CaptureSpec(
         model=model,

@@ -86,7 +86,9 @@ def estimate(
 
 def ways(spec: CaptureSpec) -> list[CaptureSpec]:
     """How the same states can be stored, from the most faithful to the smallest."""
-    planes = [replace(spec, aux_encoding="bf16-planes", last_encoding="bf16-planes")] if spec.dtype == "bfloat16" else []
+    planes = (
+        [replace(spec, aux_encoding="bf16-planes", last_encoding="bf16-planes")] if spec.dtype == "bfloat16" else []
+    )
     fp8 = replace(spec, aux_encoding="fp8")
     return [
         spec,
@@ -167,5 +169,7 @@ def describe(one: Estimate) -> dict[str, str]:
         rows["upload"] = format_duration(one.upload_s)
     if one.spec.top_k:
         flops = 2.0 * one.tokens * one.spec.width * one.spec.vocab_size
-        rows["head"] = f"{flops:.1e} FLOP for the top-k (--head-device)" if flops else "a product per token for the top-k"
+        rows["head"] = (
+            f"{flops:.1e} FLOP for the top-k (--head-device)" if flops else "a product per token for the top-k"
+        )
     return rows

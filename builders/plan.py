@@ -177,7 +177,7 @@ def check_plan(
     if need > free:
         raise BuildFailed(
             f"the shards need {format_bytes(need)} more and {out} has {format_bytes(free)} free",
-            next="another --out, fewer samples, or smaller states: --encoding bf16-planes, fp8, --last topk:64, none (eagle3-data plan compares)",
+            next="another --out, fewer samples, or smaller states (--encoding, --last; eagle3-data plan compares them)",
         )
 
 

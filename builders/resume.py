@@ -25,7 +25,12 @@ PART = "shards"
 
 
 def open_manifest(
-    config: BuildConfig, store: SampleStore, spec: CaptureSpec, plan: Plan, found: Sequence[Probed], head_digest: str = ""
+    config: BuildConfig,
+    store: SampleStore,
+    spec: CaptureSpec,
+    plan: Plan,
+    found: Sequence[Probed],
+    head_digest: str = "",
 ) -> Manifest:
     """The folder's manifest, checked against these settings, or a new one. Servers of this run are added."""
     fingerprint = make_fingerprint(config, store, spec, head_digest)
@@ -59,7 +64,9 @@ def open_manifest(
     return manifest
 
 
-def make_fingerprint(config: BuildConfig, store: SampleStore, spec: CaptureSpec, head_digest: str = "") -> dict[str, str]:
+def make_fingerprint(
+    config: BuildConfig, store: SampleStore, spec: CaptureSpec, head_digest: str = ""
+) -> dict[str, str]:
     """Everything that shapes the shards, by the name an error should use."""
     fields: dict[str, Any] = {
         "dataset": config.dataset,

@@ -37,7 +37,12 @@ class ShardSink:
     """`note` says what is waited for (a full disk); empty while all is well. `tokens`, `nbytes`: placed so far."""
 
     def __init__(
-        self, folder: Path, plans: Sequence[Plan], store: SampleStore, manifest: Manifest, ledger: Ledger,
+        self,
+        folder: Path,
+        plans: Sequence[Plan],
+        store: SampleStore,
+        manifest: Manifest,
+        ledger: Ledger,
         head: TargetHead | None = None,
     ) -> None:
         self.head = head

@@ -1,7 +1,7 @@
 """Finding single tensors in a checkpoint: the embedding and the head of the target. Nothing else of it is ever read.
 
-They are found by name in the safetensors header of any layout (one file or many, wrapped VLM names, tied heads). No code
-of the checkpoint is run.
+They are found by name in the safetensors header of any layout (one file or many, wrapped VLM names, tied heads). No
+code of the checkpoint is run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The target's head: last states to logits. Read alone from the checkpoint, used by builders, `verify` and benchmarks."""
+"""The target's head: last states to logits. Read alone from the checkpoint, used by builders and `verify`."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, CaptureSpec
 from eagle3_data.errors import Eagle3Error, ShardCorrupt
 from eagle3_data.manifest import Manifest, ShardRow
 from eagle3_data.protocol import IDS, MASK, ids_digest
-from eagle3_data.shards.layout import SampleRecord
 from eagle3_data.shards.codec import decode
+from eagle3_data.shards.layout import SampleRecord
 from eagle3_data.shards.reader import tensors_at
 from eagle3_data.shards.stored import state_columns, stored_states
 from eagle3_data.shards.tarwalk import TarSample, samples
@@ -63,7 +63,9 @@ class _ShardResult:
     problem: Problem | None = None
 
 
-def verify(where: Path | str, *, on_shard: Callable[[ShardRow], None] = lambda row: None, workers: int = 2) -> VerifyReport:
+def verify(
+    where: Path | str, *, on_shard: Callable[[ShardRow], None] = lambda row: None, workers: int = 2
+) -> VerifyReport:
     """Check every byte of a build folder. Problems are collected, not raised; only a missing manifest raises.
 
     Checked: file size and checksum; archive form and adjacency; records against index; widths, dtypes and row counts;

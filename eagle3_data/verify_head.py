@@ -1,8 +1,8 @@
-"""Invariant 3: the stored last state times the target's head gives the token that the server itself found most probable.
+"""Invariant 3: the stored last state times the target's head gives the token that the server found most probable.
 
-The server leaves that token for the last position of each prompt (`next_token`). Near-ties may fall the other way, since
-server and head round differently: at least `share` of the samples must agree, and where they do not the recorded token's
-logit must lie within `gap` of the largest one (relative to it). For top-k data the recorded token is looked up in the K.
+The server leaves that token for the last position of each prompt (`next_token`). Near-ties may fall the other way, as
+server and head round differently: at least `share` of the samples must agree, and where not the recorded token's
+logit must lie within `gap` of the largest one (relative to it). For top-k data the recorded token is looked up in it.
 """
 
 from __future__ import annotations

@@ -203,9 +203,7 @@ def to_device(
         source.rows.to(device, non_blocking=True),
     )
     last = moved.last.to(dtype) if moved.last.is_floating_point() else moved.last
-    ready = Batch(
-        moved.input_ids, moved.aux.to(dtype), last, moved.document, moved.positions, moved.rows
-    )
+    ready = Batch(moved.input_ids, moved.aux.to(dtype), last, moved.document, moved.positions, moved.rows)
     if host is not None:
         if device.type == "cuda":
             host.buffer.used = torch.cuda.Event()  # type: ignore[no-untyped-call]

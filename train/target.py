@@ -7,7 +7,6 @@ heads) and read alone: for Kimi-K2.5 that is 4.7 GB of a 1T-parameter checkpoint
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from eagle3_data.errors import ConfigError
 from eagle3_data.train.rope import RopeSpec
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-
 
 
 __all__ = [

@@ -1,8 +1,8 @@
 """The target's distribution at a position: `head(last state)`, over the whole and over the draft vocabulary.
 
 Data with `--last topk:K` holds the K most probable tokens instead of the last state (`TopKTeacher`). What lies outside
-the K counts as outside the draft's vocabulary: the distribution that is learnt is renormalised over the kept tokens that
-the draft has, and `coverage` is their true share, so the LK losses and the acceptance metric see a lower bound.
+the K counts as outside the draft's vocabulary: the distribution that is learnt is renormalised over the kept tokens
+that the draft has, and `coverage` is their true share, so the LK losses and the acceptance metric see a lower bound.
 """
 
 from __future__ import annotations

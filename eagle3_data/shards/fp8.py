@@ -1,6 +1,6 @@
-"""States as float8 e4m3 with one scale per token and state: half the bytes of bf16, at a cost that docs/format.md states.
+"""States as float8 e4m3 with one scale per token and state: half the bytes of bf16.
 
-Each of a token's states (every aux layer, the last state) has its own scale, since layers differ by orders of magnitude:
+Each of a token's states (every aux layer, the last state) has its own scale, as layers differ by orders of magnitude:
 scale = largest magnitude / 448, stored value = x / scale. So |x - x'| <= max(|x| / 16, scale / 1024), and then x' is
 rounded to the dtype of the capture.
 """

@@ -1,7 +1,7 @@
 """bf16 in two planes: sign and mantissa as they are, exponents compressed. Lossless.
 
-A bfloat16 is s eeeeeeee mmmmmmm. The exponents of hidden states take few values (about 3 bits of information), signs and
-mantissas are noise, so only the exponent plane goes through zstd. It is cut into frames of `FRAME_VALUES` exponents,
+A bfloat16 is s eeeeeeee mmmmmmm. The exponents of hidden states take few values (about 3 bits of information), signs
+and mantissas are noise, so only the exponents go through zstd. They are cut into frames of `FRAME_VALUES`,
 each compressed alone, so that threads share the work of one tensor; a frame that would grow is kept as it is, and then
 its size is its number of values. The same values give the same bytes with the same zstd.
 """

@@ -19,7 +19,7 @@ from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, CaptureSpec, Encoding
 from eagle3_data.protocol import AUX, IDS, LAST, MASK, tensor_bytes
 
 FRAME_VALUES = 1 << 17
-"""Exponents in a frame: large enough for zstd's tables to pay, small enough for threads and caches. Part of the format."""
+"""Exponents in a frame: large enough for zstd's tables to pay, small enough for threads and caches. Fixed."""
 PAD = 64
 Tensors = list[tuple[str, str, tuple[int, ...]]]
 """(name, dtype, shape) in file order."""

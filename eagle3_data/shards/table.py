@@ -67,7 +67,7 @@ class SampleTable(abc.ABC):
         """Tensors of sample `i`; only the named columns are read.
 
         aux_hidden_states [T, L*W] and last_hidden_state [T, W] in the capture dtype, input_ids int32 [T],
-        loss_mask uint8 [T]; with `--last topk:K` topk_ids int32 [T, K] and topk_logprobs float16 [T, K] for the last state.
+        loss_mask uint8 [T]; with `--last topk:K` topk_ids int32 [T, K] and topk_logprobs float16 [T, K] instead.
         Raises ShardCorrupt when the bytes are not such a sample, ConfigError for a column that
         the data set does not have.
         """

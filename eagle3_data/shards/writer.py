@@ -4,7 +4,7 @@ Each placed sample is read back from the file and its checksum compared with the
 (`.{name}.placed`, one JSON line). A crash loses nothing that was placed: a resume checks each noted sample against its
 checksum and keeps what holds. Only at the seal does the file get its final name, and only then a row in the manifest.
 
-The sizes of compressed samples are not known before. Each is put at the start of a slot of the largest size it can have;
+The sizes of compressed samples are not known before. Each is put at the start of a slot of the largest size it can be;
 the holes behind it take no disk (sparse file), and the seal closes them as it closes the gaps of failed samples. So the
 hidden file is the reorder window: bounded by the plan, safe from a kill, and no sample waits for a slower one.
 """
@@ -283,9 +283,9 @@ class OpenShard:
     def _digest(self, fd: int, start: int, count: int) -> str:
         """XXH3-128 of a range of the file, hex."""
         base = start - start % mmap.ALLOCATIONGRANULARITY
-        with mmap.mmap(fd, start - base + count, offset=base, access=mmap.ACCESS_READ) as view:
-            with memoryview(view) as whole, whole[start - base :] as part:
-                return xxhash.xxh3_128_hexdigest(part)
+        size = start - base + count
+        with mmap.mmap(fd, size, offset=base, access=mmap.ACCESS_READ) as view, memoryview(view) as whole:
+            return xxhash.xxh3_128_hexdigest(whole[start - base :])
 
     def _checksum(self, fd: int, place: Place, layout: BlockLayout) -> str:
         start = place.offset + layout.states
@@ -335,7 +335,8 @@ class OpenShard:
         )
         return (
             os.pread(fd, len(head), place.offset) == head
-            and xxhash.xxh3_64_hexdigest(os.pread(fd, layout.total - layout.tail, place.offset + layout.tail)) == placed.tail
+            and xxhash.xxh3_64_hexdigest(os.pread(fd, layout.total - layout.tail, place.offset + layout.tail))
+            == placed.tail
             and states
         )
 

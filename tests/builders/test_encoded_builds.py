@@ -48,7 +48,9 @@ def test_disturbed_builds_give_the_same_bytes(builds: Builds, way: str) -> None:
     samples = write_samples(builds.folder / "s.jsonl", 40)
     with bf16_server(builds) as server:
         builds.run("calm", samples, server.url, max_inflight=1, **WAYS[way])
-    wild = Faults(reply={1: "500", 9: "reset"}, dump={4: "none", 7: "truncated", 11: "late", 13: "flipped_byte"}, late_s=0.3)
+    wild = Faults(
+        reply={1: "500", 9: "reset"}, dump={4: "none", 7: "truncated", 11: "late", 13: "flipped_byte"}, late_s=0.3
+    )
     with bf16_server(builds, wild, "spool2") as server:
         stopped = stop_after(builds, "wild", samples, server.url, 12, **WAYS[way])
         before = {path: path.read_bytes() for path in (builds.folder / "wild/data").glob("*.tar")}
@@ -101,7 +103,9 @@ def test_killed_builder_with_planes(builds: Builds, slow_server: ReplayServer) -
 
     samples = write_samples(builds.folder / "s.jsonl", 120)
     arguments = [str(builds.folder), str(builds.model), str(samples), slow_server.url]
-    process = subprocess.Popen([sys.executable, "-c", DRIVER, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     wait_for_progress(builds.folder / "out", 30, process)
     process.kill()
     output, errors = process.communicate()

@@ -1,4 +1,4 @@
-"""Encodings: lossless where they say so, within their bound where not, the same bytes in any order, whole after a kill."""
+"""Encodings: lossless where they say so, within their bound where not, the same bytes in any order, kill-safe."""
 
 from __future__ import annotations
 
@@ -211,7 +211,10 @@ def test_readers_undo_the_encoding(tmp_path: Path, name: str) -> None:
         assert data.columns == (AUX, LAST, IDS, MASK)
         for i, dump in enumerate(dumps):
             sample = data.read(i)
-            for column, original, encoding in ((AUX, dump.aux, spec.aux_encoding), (LAST, dump.last, spec.last_encoding)):
+            for column, original, encoding in (
+                (AUX, dump.aux, spec.aux_encoding),
+                (LAST, dump.last, spec.last_encoding),
+            ):
                 assert sample[column].dtype is torch.bfloat16
                 assert torch.equal(data.read(i, (column,))[column], sample[column])
                 if encoding == "bf16-planes":

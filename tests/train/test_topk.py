@@ -34,9 +34,7 @@ def test_all_tokens_give_the_whole_distribution(sharp_target: Path) -> None:
     assert torch.equal(found.top1_C, expected.top1_C)
     for name in ("draft_CD", "coverage_C", "entropy_C"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=5e-3, atol=1e-4)
-    assert torch.equal(
-        top.top1_in_draft(pack_top(*head.top(last, 3)), 7), whole.top1_in_draft(last, 7)
-    )
+    assert torch.equal(top.top1_in_draft(pack_top(*head.top(last, 3)), 7), whole.top1_in_draft(last, 7))
 
 
 def test_what_is_outside_the_k_counts_as_outside_the_draft(sharp_target: Path) -> None:
@@ -66,17 +64,25 @@ def as_top_k(data: MemorySamples, head: TargetHead, k: int) -> MemorySamples:
     return MemorySamples(replace(data.capture, last=f"topk:{k}"), samples)
 
 
-def test_a_run_from_top_k_is_the_run_from_last_states(make_config: MakeConfig, sharp_target: Path, tmp_path: Path) -> None:
+def test_a_run_from_top_k_is_the_run_from_last_states(
+    make_config: MakeConfig, sharp_target: Path, tmp_path: Path
+) -> None:
     info = read_target_info(sharp_target)
     data = random_samples([40, 60, 30, 80] * 4, width=info.hidden_size, vocab=info.vocab_size)
     head = TargetHead.load(str(sharp_target), width=info.hidden_size)
     weights = {}
-    for name, source in (("last", data), ("top", as_top_k(data, head, info.vocab_size)), ("few", as_top_k(data, head, 2))):
+    for name, source in (
+        ("last", data),
+        ("top", as_top_k(data, head, info.vocab_size)),
+        ("few", as_top_k(data, head, 2)),
+    ):
         config = make_config("optim.epochs=1", target=sharp_target, output=tmp_path / name)
         trainer = Trainer(config, source)
         trainer.run()
         saved = load_file(checkpoints(config.run.output)[-1] / DRAFT)
-        weights[name] = torch.cat([saved[key].float().flatten() for key in sorted(saved) if saved[key].is_floating_point()])
+        weights[name] = torch.cat(
+            [saved[key].float().flatten() for key in sorted(saved) if saved[key].is_floating_point()]
+        )
     assert LAST not in as_top_k(data, head, 2).samples[0]
     near = (weights["top"] - weights["last"]).norm()
     far = (weights["few"] - weights["last"]).norm()

@@ -25,8 +25,8 @@ from eagle3_data.builders.stored import load_store, make_folder
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.card import write_card
 from eagle3_data.errors import ConfigError, ServerUnfit
-from eagle3_data.hub.beside import PushBeside
 from eagle3_data.head import TargetHead
+from eagle3_data.hub.beside import PushBeside
 from eagle3_data.journal import Journal, Tick, journal_path, read_tail
 from eagle3_data.runlock import RunLock, work_folder
 from eagle3_data.server.client import ServerClient

@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from eagle3_data.capture import CaptureSpec
+from eagle3_data.head import TargetHead
 from eagle3_data.manifest import Manifest, PlanRow, ShardRow
 from eagle3_data.protocol import DumpMeta, dump_tensors, ids_digest, safetensors_header
 from eagle3_data.shards.index import consolidate
@@ -96,7 +97,11 @@ def put(shard: OpenShard, place: Place, dump: FakeDump, folder: Path) -> None:
 
 
 def make_build(
-    folder: Path, lengths: Sequence[int] = (5, 64, 3, 100, 17, 8), per_shard: int = 2, spec: CaptureSpec = SPEC
+    folder: Path,
+    lengths: Sequence[int] = (5, 64, 3, 100, 17, 8),
+    per_shard: int = 2,
+    spec: CaptureSpec = SPEC,
+    head: TargetHead | None = None,
 ) -> list[FakeDump]:
     """A complete build with `len(lengths)` samples; returns what is in it, in order."""
     dumps = [FakeDump(spec, n, seed) for seed, n in enumerate(lengths)]
@@ -107,7 +112,7 @@ def make_build(
     for number, start in enumerate(range(0, len(dumps), per_shard)):
         part = dumps[start : start + per_shard]
         spots = places(spec, part, start)
-        shard = OpenShard(folder, shard_name("train", number), spots, spec)
+        shard = OpenShard(folder, shard_name("train", number), spots, spec, head)
         for place, dump in zip(spots, part, strict=True):
             put(shard, place, dump, scratch)
         row = shard.seal()

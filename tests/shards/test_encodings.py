@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +22,17 @@ from eagle3_data.head import TargetHead
 from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.shards import OpenShard, ShardSet
+from eagle3_data.shards.cache import CacheConfig
+from eagle3_data.shards.codec import decode
 from eagle3_data.shards.fp8 import from_fp8, to_fp8
 from eagle3_data.shards.layout import block_layout, block_sizes
 from eagle3_data.shards.planes import join_planes, split_planes
 from eagle3_data.shards.remote import RemoteShardSet
 from eagle3_data.shards.stored import FRAME_VALUES, PAD, stored_states
+from eagle3_data.shards.table import SampleTable
 from eagle3_data.verify import verify
 from tests.builds import SPEC, FakeDump, make_build, places, put
+from tests.webserver import FolderServer
 
 PLANES = replace(SPEC, aux_encoding="bf16-planes", last_encoding="bf16-planes")
 FP8 = replace(SPEC, aux_encoding="fp8", last_encoding="fp8")
@@ -135,6 +140,7 @@ def test_fp8_error_bound(seed: int, tokens: int, power: int, dtype: torch.dtype)
     assert back.isfinite().all()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5000), st.sampled_from(sorted(SPECS)), st.sampled_from(["hidden", "topk:7", "none"]))
 def test_slots_are_arithmetic(tokens: int, name: str, last: str) -> None:
     spec = SPECS[name]
@@ -202,29 +208,99 @@ def test_reopened_shard_keeps_what_holds(tmp_path: Path, name: str, kept: int) -
     assert (tmp_path / "data" / row.name).read_bytes() == whole
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_readers_undo_the_encoding(tmp_path: Path, name: str) -> None:
-    """mmap, ranged reads, single columns; planes bit-equal, fp8 within its bound."""
-    spec = SPECS[name]
-    dumps = make_build(tmp_path / "b", (5, 64, 300), spec=spec)
-    for data in (ShardSet.open(tmp_path / "b"), RemoteShardSet.open(f"file://{tmp_path}/b")):
-        assert data.columns == (AUX, LAST, IDS, MASK)
-        for i, dump in enumerate(dumps):
-            sample = data.read(i)
-            for column, original, encoding in (
-                (AUX, dump.aux, spec.aux_encoding),
-                (LAST, dump.last, spec.last_encoding),
-            ):
-                assert sample[column].dtype is torch.bfloat16
-                assert torch.equal(data.read(i, (column,))[column], sample[column])
-                if encoding == "bf16-planes":
-                    assert torch.equal(sample[column], original)
-                else:
-                    assert not torch.equal(sample[column], original)
-                    torch.testing.assert_close(sample[column], original, rtol=0.07, atol=0.01)
-            assert torch.equal(sample[IDS], dump.ids)
-            assert torch.equal(sample[MASK], dump.mask)
-    assert verify(tmp_path / "b").problems == []
+@pytest.fixture(params=[*SPECS, "topk"])
+def encoded(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, CaptureSpec, list[FakeDump]]:
+    if request.param == "topk":
+        spec = replace(SPEC, last="topk:6", aux_encoding="fp8")
+        head = TargetHead(torch.randn(512, SPEC.width, generator=torch.Generator().manual_seed(0)))
+        return tmp_path / "b", spec, make_build(tmp_path / "b", (5, 64, 300), spec=spec, head=head)
+    spec = SPECS[request.param]
+    return tmp_path / "b", spec, make_build(tmp_path / "b", (5, 64, 300), spec=spec)
+
+
+WAYS = ("mmap", "file", "http", "cached")
+
+
+@pytest.fixture(params=WAYS)
+def table(
+    request: pytest.FixtureRequest, encoded: tuple[Path, CaptureSpec, list[FakeDump]], tmp_path: Path
+) -> Iterator[SampleTable]:
+    folder = encoded[0]
+    if request.param == "mmap":
+        yield ShardSet.open(folder)
+    elif request.param == "file":
+        yield RemoteShardSet.open(f"file://{folder}")
+    else:
+        with FolderServer(folder) as server:
+            cache = CacheConfig(tmp_path / "cache", 1 << 30) if request.param == "cached" else None
+            yield RemoteShardSet.open(server.url, cache=cache)
+
+
+def test_readers_undo_the_encoding(encoded: tuple[Path, CaptureSpec, list[FakeDump]], table: SampleTable) -> None:
+    """Whole samples, single columns and reads into given memory: planes bit-equal, fp8 within its bound."""
+    _, spec, dumps = encoded
+    tops = (TOP_IDS, TOP_LOGPROBS) if spec.top_k else (LAST,)
+    assert table.columns == (AUX, *tops, IDS, MASK)
+    for i, dump in enumerate(dumps):
+        parts = {name: table.read(i, (name,))[name] for name in table.columns}
+        sample = table.read(i)
+        for column, original, encoding in ((AUX, dump.aux, spec.aux_encoding), (LAST, dump.last, spec.last_encoding)):
+            if column not in table.columns:
+                continue
+            assert sample[column].dtype is torch.bfloat16
+            if encoding == "bf16-planes":
+                assert torch.equal(sample[column], original)
+            else:
+                assert not torch.equal(sample[column], original)
+                torch.testing.assert_close(sample[column], original, rtol=0.07, atol=0.01)
+        assert torch.equal(sample[IDS], dump.ids)
+        assert torch.equal(sample[MASK], dump.mask)
+        for rows in (dump.tokens, 3):
+            memory = {name: torch.empty_like(tensor[:rows]) for name, tensor in sample.items()}
+            table.read_into(i, memory)
+            some = {IDS: torch.empty(rows, dtype=torch.int32), AUX: torch.empty_like(memory[AUX])}
+            table.read_into(i, some)
+            for name, tensor in sample.items():
+                assert torch.equal(parts[name], tensor)
+                assert torch.equal(memory[name], tensor[:rows])
+            assert torch.equal(some[AUX], sample[AUX][:rows])
+            assert torch.equal(some[IDS], sample[IDS][:rows])
+
+
+def test_encoded_builds_verify(encoded: tuple[Path, CaptureSpec, list[FakeDump]]) -> None:
+    assert verify(encoded[0]).problems == []
+    assert verify(f"file://{encoded[0]}").problems == []
+
+
+def test_ids_of_encoded_samples_take_only_their_bytes(tmp_path: Path) -> None:
+    make_build(tmp_path / "b", (300, 400), spec=PLANES)
+    with FolderServer(tmp_path / "b") as server:
+        data = RemoteShardSet.open(server.url)
+        before = data.fetcher.bytes_received
+        data.read(1, (IDS, MASK))
+        assert data.fetcher.bytes_received - before == 1024 + 5 * 400
+
+
+LIES = {
+    "scale": ("fp8", {"scale": torch.zeros(4, 3, dtype=torch.int32)}),
+    "values": ("fp8", {"fp8": torch.zeros(4, 3 * SPEC.width, dtype=torch.uint8)}),
+    "groups": ("fp8", {"scale": torch.zeros(4, 2)}),
+    "frames": ("bf16-planes", {"frames": torch.ones(1, dtype=torch.bfloat16)}),
+    "frame table": ("bf16-planes", {"frames": torch.ones(1, 1, dtype=torch.int32)}),
+    "mantissa": ("bf16-planes", {"mantissa": torch.zeros(4, 3 * SPEC.width, dtype=torch.bfloat16)}),
+    "exponent": ("bf16-planes", {"exponent": torch.zeros(64, dtype=torch.float16)}),
+    "exponents": ("bf16-planes", {"exponent": torch.zeros(1, 64, dtype=torch.uint8)}),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_parts_of_another_type_or_shape_are_refused(case: str) -> None:
+    encoding, lie = LIES[case]
+    spec = replace(SPEC, aux_encoding=encoding)
+    stored = {name: torch.ones(shape, dtype=getattr(torch, kind)) for name, kind, shape in stored_states(spec, 4)}
+    stored.update({f"{AUX}.{name}": tensor for name, tensor in lie.items()})
+    with pytest.raises(ShardCorrupt):
+        decode(spec, AUX, stored)
 
 
 def test_bytes_on_disk_shrink(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--folder", default=None, help="where to write the builds")
     asked = options.parse_args()
+    torch.set_num_threads(1)  # a copy in several threads waits for the slowest, and the raw read has one
     for megabytes in asked.samples:
         with tempfile.TemporaryDirectory(prefix="eagle3-bench-", dir=asked.folder) as folder:
             os.environ["HF_HOME"] = folder

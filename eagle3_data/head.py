@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
@@ -71,7 +72,7 @@ class TargetHead:
 
     def digest(self) -> str:
         """XXH3-128 of the weights and factors, hex: part of the fingerprint of data that depends on them."""
-        data = self.weight.detach().cpu().float().contiguous().view(torch.uint8).numpy()
+        data: Any = self.weight.detach().cpu().float().contiguous().view(torch.uint8).numpy()
         digest = xxhash.xxh3_128(memoryview(data).cast("B"))
         digest.update(f"{self.scale} {self.softcap}".encode())
         return digest.hexdigest()

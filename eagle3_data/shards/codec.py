@@ -40,7 +40,7 @@ def encode(spec: CaptureSpec, tokens: int, aux: memoryview, last: memoryview, he
         else:
             sizes, mantissa, frames = split_planes(np.frombuffer(source, np.uint16))
             fill = bytes(-int(sizes.sum()) % PAD)
-            parts += [_bytes_of(sizes), memoryview(mantissa), *frames, fill]
+            parts += [_bytes_of(sizes), _bytes_of(mantissa), *frames, fill]
             packed.append(padded(int(sizes.sum())))
     if spec.top_k:
         if head is None:
@@ -92,7 +92,8 @@ def _tensor(source: memoryview, dtype: str) -> Tensor:
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memoryview(flat)
 
 
 def part_bytes(parts: Sequence[Any]) -> int:

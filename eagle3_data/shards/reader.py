@@ -175,8 +175,8 @@ class ShardSet(SampleTable):
         try:
             stat = path.stat()
             buffer = map_shard(str(path), stat.st_size, stat.st_mtime_ns)
-            columns = columns_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted, self.capture)
-            return self.checked(i, columns)
+            tensors = columns_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted, self.capture)
+            return self.checked(i, tensors)
         except FileNotFoundError:
             raise _missing(path) from None
         except ShardCorrupt as error:

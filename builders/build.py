@@ -22,8 +22,10 @@ from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.sink import ShardSink
 from eagle3_data.builders.stored import load_store, make_folder
+from eagle3_data.capture import CaptureSpec
 from eagle3_data.card import write_card
 from eagle3_data.errors import ConfigError, ServerUnfit
+from eagle3_data.head import TargetHead
 from eagle3_data.hub.beside import PushBeside
 from eagle3_data.journal import Journal, Tick, journal_path, read_tail
 from eagle3_data.runlock import RunLock, work_folder
@@ -76,7 +78,7 @@ async def _run(
     order: Order | None,
 ) -> BuildReport:
     scratch = beside.scratch if beside else None
-    spec = spec_of(found[0].infos[0], config.model, config.last)
+    spec = spec_of(found[0].infos[0], config.model, config.last, config.encoding, config.last_encoding)
     if config.layers is not None and spec.layers != config.layers:
         raise ServerUnfit(
             f"the server captures outputs of layers {list(spec.layers)}, --layers asks for {list(config.layers)}",
@@ -85,7 +87,8 @@ async def _run(
     base = Plan(store.tokens, spec, config.shard_bytes, split=config.split)
     if config.part is not None:
         base = base.part(*config.part)
-    manifest = open_manifest(config, store, spec, base, found)
+    head = await asyncio.to_thread(_head, config, spec)
+    manifest = open_manifest(config, store, spec, base, found, head.digest() if head else "")
     ledger = Ledger(config.out, manifest.plan.planned, manifest.plan.skipped)
     plans = all_plans(config, store, manifest, base, ledger)
     check_plan(
@@ -101,7 +104,7 @@ async def _run(
         f"outputs of layers {list(spec.layers)}, width {spec.width}, {spec.dtype}, last {spec.last}"
     )
     pool = make_pool(found, spec, config.flow, config.matching, work_folder(config.out) / "fetch")
-    sink = ShardSink(config.out, plans, store, manifest, ledger)
+    sink = ShardSink(config.out, plans, store, manifest, ledger, head)
     if ledger.saved:
         on_text(f"resuming: {ledger.saved:,} samples in sealed shards are kept")
     journal, history = Journal(config.out), read_tail(journal_path(config.out))
@@ -167,6 +170,16 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+def _head(config: BuildConfig, spec: CaptureSpec) -> TargetHead | None:
+    """The target's head when the top-k is made from it; only that tensor of the checkpoint is read."""
+    if not spec.top_k:
+        return None
+    head = TargetHead.load(config.head or config.model, width=spec.width, device=config.head_device)
+    if spec.top_k > head.vocab_size:
+        raise ConfigError(f"--last {spec.last}: the target has only {head.vocab_size} tokens")
+    return head
 
 
 async def _servers(config: BuildConfig) -> list[Probed]:

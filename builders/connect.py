@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from eagle3_data.builders.matching import Strength, matcher_class
 from eagle3_data.builders.pool import FlowConfig, Server, ServerPool
 from eagle3_data.builders.spool import LocalSpool, RemoteSpool, Spool
-from eagle3_data.capture import CaptureSpec, LastState
+from eagle3_data.capture import CaptureSpec, Encoding
 from eagle3_data.errors import ConfigError, ServerUnfit
 from eagle3_data.manifest import ServerRow
 from eagle3_data.protocol import LAYER_CONVENTION, PROTOCOL_VERSION, CaptureInfo, default_aux_layers, instance_marker
@@ -27,7 +27,9 @@ def same_model(asked: str, served: str) -> bool:
     return Path(asked).exists() and Path(served).exists() and Path(asked).resolve() == Path(served).resolve()
 
 
-def spec_of(info: CaptureInfo, model: str, last: LastState) -> CaptureSpec:
+def spec_of(
+    info: CaptureInfo, model: str, last: str, encoding: Encoding = "bf16", last_encoding: Encoding | None = None
+) -> CaptureSpec:
     """The spec of the data that this server gives."""
     return CaptureSpec(
         model=model,
@@ -38,6 +40,8 @@ def spec_of(info: CaptureInfo, model: str, last: LastState) -> CaptureSpec:
         norm=info.norm,
         convention=info.convention,
         vocab_size=info.vocab_size,
+        aux_encoding=encoding,
+        last_encoding=(last_encoding or encoding) if last == "hidden" else "bf16",
     )
 
 
@@ -158,4 +162,4 @@ def make_pool(
             matcher = matcher_class(matching)(spool, spec)
         budget = flow.inflight_bytes or info.high_water_bytes // 2
         servers.append(Server(client, info, spool, matcher, budget))
-    return ServerPool(servers, flow, spec.state_bytes_per_token, lambda info, url: check_fits(info, spec, url))
+    return ServerPool(servers, flow, spec.dump_bytes_per_token, lambda info, url: check_fits(info, spec, url))

@@ -41,6 +41,7 @@ def generate(recipe: Recipe | None, config: Eagle3Config, home: Path) -> Path:
                 servers=servers,
                 dataset=recipe.name if recipe else "custom",
                 layers=recipe.capture.layers if recipe else None,
+                encoding=config.encoding or "bf16",
                 shard_bytes=recipe.shard_bytes if recipe else 1 << 30,
             ),
             on_tick=bar,

@@ -22,7 +22,7 @@ from eagle3_data.builders.exports import refuse_exports
 from eagle3_data.builders.mapping import teach_filter, teach_map
 from eagle3_data.builders.recipe import Recipe
 from eagle3_data.builders.tensors import Place, StateTensor
-from eagle3_data.capture import CaptureSpec
+from eagle3_data.capture import CaptureSpec, Encoding
 from eagle3_data.errors import ConfigError, DatasetUnavailable
 from eagle3_data.loading import build_home
 from eagle3_data.manifest import MANIFEST, Manifest
@@ -65,7 +65,7 @@ class Eagle3Config(datasets.BuilderConfig):  # type: ignore[misc, unused-ignore]
     """Tokenizer of the target, for generation; default: the recipe's model."""
     columns: str | tuple[str, ...] | None = None
     """Tensors to have as columns; None: all, (): the index alone."""
-    encoding: str | None = None
+    encoding: Encoding | None = None
     """How generation stores the states; a build that exists keeps its own, and is decoded when it is read."""
     shard_cache: str | None = None
     """Folder that keeps shards of a mirror; None: samples are read by ranges."""

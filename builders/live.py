@@ -28,7 +28,7 @@ from eagle3_data.builders.sink import ShardSink
 from eagle3_data.capture import Alignment, CaptureSpec
 from eagle3_data.errors import BuildFailed
 from eagle3_data.protocol import IDS, MASK
-from eagle3_data.shards.reader import ShardSet, map_shard, tensors_at
+from eagle3_data.shards.reader import ShardSet, columns_at, map_shard
 from eagle3_data.shards.table import COLUMNS
 
 POLL_S = 0.02
@@ -191,7 +191,8 @@ class LiveSamples:
             stat = path.stat()
             buffer = map_shard(str(path), stat.st_size, stat.st_mtime_ns)
             # copies: a later seal may move what lies in an open shard
-            return {name: tensor.clone() for name, tensor in tensors_at(buffer, offset, nbytes, names).items()}
+            found = columns_at(buffer, offset, nbytes, names, self.capture)
+            return {name: tensor.clone() for name, tensor in found.items()}
 
     def _refresh(self) -> None:
         """Look at the index again when shards were sealed since."""

@@ -16,11 +16,21 @@ import numpy.typing as npt
 
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import BuildFailed, ConfigError
-from eagle3_data.shards.layout import END_BYTES, HEADER_BYTES, MAX_ARROW_BYTES, MAX_MEMBER_BYTES, block_sizes
+from eagle3_data.shards.layout import (
+    END_BYTES,
+    HEADER_BYTES,
+    MAX_ARROW_BYTES,
+    MAX_MEMBER_BYTES,
+    block_sizes,
+    member_bytes_per_token,
+)
+from eagle3_data.shards.stored import state_columns
 from eagle3_data.shards.writer import shard_name
 from eagle3_data.status import format_bytes
 
 MIN_SHARD_BYTES = 1 << 12
+USUAL_EXPONENT_SHARE = 0.42
+"""Compressed size of an exponent plane; benchmarks/encodings.py measures it (docs/format.md has its table)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,11 @@ class Plan:
     @property
     def nbytes(self) -> int:
         return int(self._sizes.sum()) + len(self) * END_BYTES
+
+    @property
+    def expected_nbytes(self) -> int:
+        """As `nbytes`, with compressed planes at their usual size instead of the most they can take."""
+        return self.nbytes - self.total_tokens * int(usual_saving(self.spec))
 
     def shard(self, i: int) -> PlannedShard:
         low = int(self._starts[i])
@@ -142,14 +157,15 @@ def check_plan(
             f"the longest is {key_of(worst)} with {longest}",
             next=f"--max-tokens {context_length} leaves them out, with --truncation cut it shortens them",
         )
-    member = longest * (plan.spec.state_bytes_per_token + 5)
+    per_token = member_bytes_per_token(plan.spec)
+    member = int(longest * per_token)
     if member > MAX_MEMBER_BYTES:
-        limit = MAX_MEMBER_BYTES // (plan.spec.state_bytes_per_token + 5)
+        limit = int(MAX_MEMBER_BYTES / per_token)
         raise ConfigError(
             f"a sample of {longest} tokens takes {format_bytes(member)}, a tar member holds 8 GiB",
             next=f"--max-tokens {limit}",
         )
-    free, need = shutil.disk_usage(out).free, plan.nbytes - written
+    free, need = shutil.disk_usage(out).free, plan.expected_nbytes - written
     if scratch_bytes is not None:
         largest = max((shard.nbytes for shard in plan), default=0)
         if largest > scratch_bytes:
@@ -161,10 +177,16 @@ def check_plan(
     if need > free:
         raise BuildFailed(
             f"the shards need {format_bytes(need)} more and {out} has {format_bytes(free)} free",
-            next="another --out, fewer samples, or --last none (aux states alone)",
+            next="another --out, fewer samples, or smaller states (--encoding, --last; eagle3-data plan compares them)",
         )
+
+
+def usual_saving(spec: CaptureSpec) -> float:
+    """Bytes per token that compressed exponent planes usually take less than their room."""
+    values = sum(column.groups * spec.width for column in state_columns(spec) if column.encoding == "bf16-planes")
+    return values * (1 - USUAL_EXPONENT_SHARE)
 
 
 def arrow_limit(spec: CaptureSpec) -> int:
     """Tokens above which a sample cannot go through Arrow (Kimi-K2.5 with the last state: 37,445)."""
-    return (MAX_ARROW_BYTES - HEADER_BYTES) // (spec.state_bytes_per_token + 5)
+    return int((MAX_ARROW_BYTES - HEADER_BYTES) / member_bytes_per_token(spec))

@@ -25,10 +25,15 @@ PART = "shards"
 
 
 def open_manifest(
-    config: BuildConfig, store: SampleStore, spec: CaptureSpec, plan: Plan, found: Sequence[Probed]
+    config: BuildConfig,
+    store: SampleStore,
+    spec: CaptureSpec,
+    plan: Plan,
+    found: Sequence[Probed],
+    head_digest: str = "",
 ) -> Manifest:
     """The folder's manifest, checked against these settings, or a new one. Servers of this run are added."""
-    fingerprint = make_fingerprint(config, store, spec)
+    fingerprint = make_fingerprint(config, store, spec, head_digest)
     rows = tuple(server_row(info) for one in found for info in one.infos)
     if (config.out / MANIFEST).exists():
         manifest = Manifest.load(config.out)
@@ -45,7 +50,7 @@ def open_manifest(
             plan=PlanRow(
                 samples=len(plan.rows),
                 tokens=plan.total_tokens,
-                nbytes=plan.nbytes,
+                nbytes=plan.expected_nbytes,
                 shards=len(plan),
                 shard_bytes=config.shard_bytes,
                 # counted once: by the first part alone, so that parts add up
@@ -59,7 +64,9 @@ def open_manifest(
     return manifest
 
 
-def make_fingerprint(config: BuildConfig, store: SampleStore, spec: CaptureSpec) -> dict[str, str]:
+def make_fingerprint(
+    config: BuildConfig, store: SampleStore, spec: CaptureSpec, head_digest: str = ""
+) -> dict[str, str]:
     """Everything that shapes the shards, by the name an error should use."""
     fields: dict[str, Any] = {
         "dataset": config.dataset,
@@ -68,6 +75,7 @@ def make_fingerprint(config: BuildConfig, store: SampleStore, spec: CaptureSpec)
         "shard_bytes": config.shard_bytes,
         "matching": config.matching,
         **({PART: "{}/{}".format(*config.part)} if config.part else {}),
+        "head (weights that gave the top-k)": head_digest,
         **{f"capture.{name}": value for name, value in spec.to_dict().items()},
         **{f"samples.{name}": value for name, value in store.spec.to_dict().items()},
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from eagle3_data.builders.matching import STRENGTHS, Strength
 from eagle3_data.builders.pool import FlowConfig
 from eagle3_data.builders.samples.spec import SampleSpec
-from eagle3_data.capture import LAST_STATES, LastState
+from eagle3_data.capture import ENCODINGS, Encoding, parse_last
 from eagle3_data.errors import ConfigError
 
 
@@ -27,7 +27,15 @@ class BuildConfig:
     samples: SampleSpec = field(default_factory=SampleSpec)
     layers: tuple[int, ...] | None = None
     """Expected aux layers (outputs); None: whatever the servers capture."""
-    last: LastState = "hidden"
+    last: str = "hidden"
+    """'hidden', 'topk:K' or 'none'."""
+    encoding: Encoding = "bf16"
+    """Of all stored states."""
+    last_encoding: Encoding | None = None
+    """Of the last state; None: as `encoding`."""
+    head: str | None = None
+    """Checkpoint whose head gives the top-k; None: `model`."""
+    head_device: str = "cpu"
     shard_bytes: int = 1 << 30
     flow: FlowConfig = field(default_factory=FlowConfig)
     max_failure_share: float = 0.01
@@ -54,9 +62,10 @@ class BuildConfig:
             raise ConfigError(f"--shards {self.part[0]}/{self.part[1]}: i must be from 0 to n - 1")
         if not 0 <= self.max_failure_share <= 1:
             raise ConfigError(f"--max-failure-share must be between 0 and 1, got {self.max_failure_share}")
-        for name, value, known in (("--last", self.last, LAST_STATES), ("--matching", self.matching, STRENGTHS)):
+        for name, value, known in (("--encoding", self.encoding, ENCODINGS), ("--matching", self.matching, STRENGTHS)):
             if value not in known:
                 raise ConfigError(f"{name} {value!r} is not one of {', '.join(known)}")
+        parse_last(self.last)
         if self.mirror is None and (self.delete_local or self.scratch_bytes is not None):
             raise ConfigError("--delete-local and --scratch need --mirror")
         if self.scratch_bytes is not None and not self.delete_local:

@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -23,8 +24,11 @@ from eagle3_data.errors import DiskFull, LedgerError
 from eagle3_data.manifest import Manifest, ShardRow
 from eagle3_data.protocol import ids_digest
 from eagle3_data.shards.index import read_part
-from eagle3_data.shards.layout import END_BYTES, SampleRecord, block_layout
+from eagle3_data.shards.layout import END_BYTES, SampleRecord
 from eagle3_data.shards.writer import OpenShard, Place
+
+if TYPE_CHECKING:
+    from eagle3_data.head import TargetHead
 
 DISK_POLL_S = 2.0
 
@@ -33,8 +37,15 @@ class ShardSink:
     """`note` says what is waited for (a full disk); empty while all is well. `tokens`, `nbytes`: placed so far."""
 
     def __init__(
-        self, folder: Path, plans: Sequence[Plan], store: SampleStore, manifest: Manifest, ledger: Ledger
+        self,
+        folder: Path,
+        plans: Sequence[Plan],
+        store: SampleStore,
+        manifest: Manifest,
+        ledger: Ledger,
+        head: TargetHead | None = None,
     ) -> None:
+        self.head = head
         self.folder, self.plans, self.store, self.ledger = folder, list(plans), store, ledger
         self.spec = manifest.spec
         self.manifest = manifest
@@ -63,7 +74,7 @@ class ShardSink:
         self._recover(planned.name)
         if self.is_sealed(planned.name):
             return []
-        shard = OpenShard(self.folder, planned.name, places, self.spec)
+        shard = OpenShard(self.folder, planned.name, places, self.spec, self.head)
         for key in shard.places:
             if key in self.ledger.failures:
                 shard.give_up(key)
@@ -83,17 +94,17 @@ class ShardSink:
     async def place(self, name: str, sample: Sample, request: Request, dump: Dump) -> None:
         """Move a proven dump into its shard. Waits while the disk is full. Raises DumpCorrupt."""
         shard = self._open[name]
-        record = make_record(sample, request, dump, with_last=self.spec.last == "hidden")
+        record = make_record(sample, request, dump, with_last=self.spec.last != "none")
         mask = sample.loss_mask.tobytes()
         while True:
             try:
-                tail = await asyncio.to_thread(shard.write, record, dump.fd, dump.states_at, request.input_ids, mask)
+                placed = await asyncio.to_thread(shard.write, record, dump.fd, dump.states_at, request.input_ids, mask)
                 break
             except DiskFull as error:
                 self._waiting[record.key] = error.message
                 await asyncio.sleep(DISK_POLL_S)
         self._waiting.pop(record.key, None)
-        shard.settle(record, tail)
+        shard.settle(placed)
         self.ledger.save(1)
         self.tokens += record.tokens
         self.nbytes += shard.block_bytes(record.key)
@@ -103,7 +114,7 @@ class ShardSink:
         shard = self._open.get(name)
         if shard is None or key not in shard.records:
             return None
-        layout = block_layout(self.spec, shard.places[key].tokens)
+        layout = shard.layout_of(key)
         return shard.path, shard.places[key].offset + layout.member, layout.member_bytes
 
     def give_up(self, name: str, failure: Failure) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from eagle3_data import durable
+from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, CaptureSpec
 from eagle3_data.errors import ConfigError
 from eagle3_data.manifest import FAILURES, Manifest
 from eagle3_data.status import format_bytes
@@ -27,6 +28,7 @@ RECORD_FEATURES = (
     ("ids_digest", "string"),
     ("next_token", "int64"),
     ("checksum", "string"),
+    ("stored", "string"),
 )
 
 
@@ -115,11 +117,23 @@ def size_category(samples: int) -> str:
     return next((name for limit, name in SIZES if samples < limit), "n>10M")
 
 
+def _last_rows(spec: CaptureSpec) -> str:
+    if spec.top_k:
+        ids = f"| `{TOP_IDS}` | [tokens, {spec.top_k}] | int32, most probable first |"
+        return f"{ids}\n| `{TOP_LOGPROBS}` | [tokens, {spec.top_k}] | float16, over the whole vocabulary |"
+    return f"| `last_hidden_state` | [tokens, {spec.width}] | {spec.dtype} |" if spec.last == "hidden" else ""
+
+
 def render_card(manifest: Manifest, publication: Publication = LOCAL) -> str:
     spec, plan = manifest.spec, manifest.plan
     failed, skipped = sum(manifest.failed.values()), sum(plan.skipped.values())
     open_ = plan.planned - manifest.saved - failed - skipped
-    last = "the last hidden state **after** the final norm" if spec.last == "hidden" else "no last hidden state"
+    if spec.top_k:
+        last = f"the target's {spec.top_k} most probable next tokens instead of the last hidden state"
+    elif spec.last == "hidden":
+        last = "the last hidden state **after** the final norm"
+    else:
+        last = "no last hidden state"
     model = spec.model if is_hub_id(spec.model) else Path(spec.model).name
     head = yaml.safe_dump(card_metadata(manifest, publication), sort_keys=False)
     state = "complete" if manifest.state == "complete" and not open_ else f"growing: {open_:,} samples to come"
@@ -150,7 +164,7 @@ Hidden states of **{model}** for EAGLE-3 draft training: for every token the out
 | tensor | shape | dtype |
 | --- | --- | --- |
 | `aux_hidden_states` | [tokens, {len(spec.layers)} x {spec.width}] | {spec.dtype} |
-{f"| `last_hidden_state` | [tokens, {spec.width}] | {spec.dtype} |" if spec.last == "hidden" else ""}
+{_last_rows(spec)}
 | `input_ids` | [tokens] | int32 |
 | `loss_mask` | [tokens] | uint8; 1 where the token was produced by the assistant |
 

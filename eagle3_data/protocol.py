@@ -43,7 +43,14 @@ AUX, LAST, IDS, MASK = "aux_hidden_states", "last_hidden_state", "input_ids", "l
 DUMP_SUFFIX, ERROR_SUFFIX = ".safetensors", ".error.json"
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-SAFETENSORS_DTYPE = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "int32": "I32", "uint8": "U8"}
+SAFETENSORS_DTYPE = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float8_e4m3fn": "F8_E4M3",
+    "int32": "I32",
+    "uint8": "U8",
+}
 
 
 def instance_marker(spool: Path, instance: str) -> Path:
@@ -279,7 +286,7 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
     count = 1
     for n in shape:
         count *= n
-    return count * {"int32": 4, "uint8": 1, **DTYPE_BYTES}[dtype]
+    return count * {"int32": 4, "uint8": 1, "float8_e4m3fn": 1, **DTYPE_BYTES}[dtype]
 
 
 def safetensors_header(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +13,16 @@ import pyarrow as pa
 import torch
 import xxhash
 
-from eagle3_data.capture import CaptureSpec
+from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, CaptureSpec
 from eagle3_data.errors import Eagle3Error, ShardCorrupt
-from eagle3_data.hub.notes import deleted_shards
-from eagle3_data.manifest import FAILURES, Manifest, ShardRow
-from eagle3_data.protocol import AUX, IDS, LAST, MASK, ids_digest
-from eagle3_data.shards.index import read_index
+from eagle3_data.manifest import Manifest, ShardRow
+from eagle3_data.protocol import IDS, MASK, ids_digest
+from eagle3_data.shards.codec import decode
 from eagle3_data.shards.layout import SampleRecord
 from eagle3_data.shards.reader import tensors_at
+from eagle3_data.shards.stored import state_columns, stored_states
 from eagle3_data.shards.tarwalk import TarSample, samples
+from eagle3_data.verify_source import Source, open_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Problem:
 
 @dataclass(slots=True)
 class VerifyReport:
-    folder: Path
+    where: str
     shards: int = 0
     mirrored: int = 0
     """Shards that are not here because a mirror confirmed them (`push --delete-local`); check those there."""
@@ -63,31 +63,34 @@ class _ShardResult:
     problem: Problem | None = None
 
 
-def verify(folder: Path, *, on_shard: Callable[[ShardRow], None] = lambda row: None, workers: int = 2) -> VerifyReport:
+def verify(
+    where: Path | str, *, on_shard: Callable[[ShardRow], None] = lambda row: None, workers: int = 2
+) -> VerifyReport:
     """Check every byte of a build folder. Problems are collected, not raised; only a missing manifest raises.
 
     Checked: file size and checksum; archive form and adjacency; records against index; widths, dtypes and row counts;
     ids digest; states against the server's checksum; finite values; mask; duplicate keys; counts of the manifest;
     saved + failed + skipped == planned; shards on disk that the manifest does not know.
     """
-    manifest = Manifest.load(folder)
-    report = VerifyReport(folder, shards=len(manifest.shards))
+    source = open_source(where)
+    manifest = source.manifest()
+    report = VerifyReport(source.where, shards=len(manifest.shards))
     try:
-        index = read_index(folder, manifest)
+        index = source.index(manifest)
     except (Eagle3Error, OSError, pa.ArrowException) as error:
         report.problems.append(Problem(f"index: {error}"))
         index = None
     rows = _index_rows(index)
-    elsewhere = deleted_shards(folder)
-    here = [row for row in manifest.shards if row.name not in elsewhere or (folder / "data" / row.name).exists()]
+    elsewhere = source.elsewhere()
+    here = [row for row in manifest.shards if row.name not in elsewhere]
     report.mirrored = len(manifest.shards) - len(here)
     seen: dict[str, str] = {}
     with ThreadPoolExecutor(workers) as threads:
-        checks = (threads.submit(_check_shard, folder, manifest.spec, row, rows) for row in here)
+        checks = (threads.submit(_check_shard, source, manifest.spec, row, rows) for row in here)
         for result in (check.result() for check in list(checks)):
             _count(report, result, seen)
             on_shard(result.row)
-    report.problems.extend(_check_totals(folder, manifest, report))
+    report.problems.extend(_check_totals(source, manifest, report))
     return report
 
 
@@ -108,11 +111,11 @@ def _count(report: VerifyReport, result: _ShardResult, seen: dict[str, str]) -> 
 
 
 def _check_shard(
-    folder: Path, spec: CaptureSpec, row: ShardRow, index: dict[str, dict[str, object]] | None
+    source: Source, spec: CaptureSpec, row: ShardRow, index: dict[str, dict[str, object]] | None
 ) -> _ShardResult:
-    result, path = _ShardResult(row), folder / "data" / row.name
+    result = _ShardResult(row)
     try:
-        with open(path, "rb") as file:
+        with source.shard(row.name) as path, open(path, "rb") as file:
             # closed by the garbage collector: an error's traceback may still hold tensors over it
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         for sample in samples(view):
@@ -139,8 +142,9 @@ def _check_sample(
 ) -> None:
     """Raises ShardCorrupt naming what is wrong with the sample."""
     record, where = sample.record, f"sample {sample.record.key}"
-    names = [name for name, _, _ in spec.tensors(record.tokens)]
-    tensors = tensors_at(view, sample.offset, sample.nbytes, names)
+    names = [name for name, _, _ in stored_states(spec, record.tokens)]
+    stored = tensors_at(view, sample.offset, sample.nbytes, [*names, IDS, MASK])
+    tensors = {name: decode(spec, name, stored) for name, _, _ in spec.tensors(record.tokens)}
     for name, dtype, shape in spec.tensors(record.tokens):
         found = tensors[name]
         if found.dtype != getattr(torch, dtype) or tuple(found.shape) != shape:
@@ -149,13 +153,31 @@ def _check_sample(
         raise ShardCorrupt(f"{where}: its ids do not give its ids digest")
     if int(tensors[MASK].sum()) != record.supervised or int(tensors[MASK].max()) > 1:
         raise ShardCorrupt(f"{where}: its loss mask does not have {record.supervised} ones")
-    states = [tensors[name] for name in (AUX, LAST) if name in tensors]
-    digest = ":".join(xxhash.xxh3_128_hexdigest(_bytes(state)) for state in states)
-    if digest != record.checksum:
-        raise ShardCorrupt(f"{where}: its states do not give the server's checksum")
-    if not all(bool(state.isfinite().all()) for state in states):
+    if not spec.as_sent:
+        digest = xxhash.xxh3_128()
+        for name in names:
+            digest.update(_bytes(stored[name]))
+        if digest.hexdigest() != record.stored:
+            raise ShardCorrupt(f"{where}: its states are not what was stored")
+    # an encoding that loses nothing is held to the server's own word, through the decoder
+    for column, checksum in zip(state_columns(spec), record.checksum.split(":"), strict=False):
+        if column.encoding != "fp8" and xxhash.xxh3_128_hexdigest(_bytes(tensors[column.name])) != checksum:
+            raise ShardCorrupt(f"{where}: its states do not give the server's checksum")
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise ShardCorrupt(f"{where}: NaN or Inf in its states")
+    if spec.top_k:
+        _check_top(tensors[TOP_IDS], tensors[TOP_LOGPROBS], spec, where)
     _check_index(record, sample, index, shard)
+
+
+def _check_top(ids: torch.Tensor, logprobs: torch.Tensor, spec: CaptureSpec, where: str) -> None:
+    """Ids of the vocabulary, most probable first, together no more than one."""
+    limit = spec.vocab_size or int(ids.max()) + 1
+    if int(ids.min()) < 0 or int(ids.max()) >= limit:
+        raise ShardCorrupt(f"{where}: a top-k id is outside the vocabulary of {limit}")
+    values = logprobs.float()
+    if bool((values.diff(dim=-1) > 0).any()) or bool((values.exp().sum(-1) > 1.01).any()):
+        raise ShardCorrupt(f"{where}: its top-k log-probabilities are not a distribution's")
 
 
 def _bytes(state: torch.Tensor) -> memoryview:
@@ -187,13 +209,12 @@ def _check_index(
             raise ShardCorrupt(f"sample {record.key}: {name} is {value}, the index says {row[name]}")
 
 
-def _check_totals(folder: Path, manifest: Manifest, report: VerifyReport) -> Iterator[Problem]:
+def _check_totals(source: Source, manifest: Manifest, report: VerifyReport) -> Iterator[Problem]:
     known = {row.name for row in manifest.shards}
-    for path in sorted((folder / "data").glob("*.tar")):
-        if path.name not in known:
-            yield Problem(f"data/{path.name} is not in the manifest; a resumed build adopts or replaces it")
-    failures = folder / FAILURES
-    rows = [json.loads(line) for line in failures.read_text().splitlines()] if failures.exists() else []
+    for name in source.shard_names():
+        if name not in known:
+            yield Problem(f"data/{name} is not in the manifest; a resumed build adopts or replaces it")
+    rows = source.failures()
     saved, skipped = manifest.saved, sum(manifest.plan.skipped.values())
     if manifest.state == "complete" and saved + len(rows) + skipped != manifest.plan.planned:
         yield Problem(f"saved {saved} + failed {len(rows)} + skipped {skipped} != planned {manifest.plan.planned}")

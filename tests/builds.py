@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from eagle3_data.capture import CaptureSpec
+from eagle3_data.head import TargetHead
 from eagle3_data.manifest import Manifest, PlanRow, ShardRow
 from eagle3_data.protocol import DumpMeta, dump_tensors, ids_digest, safetensors_header
 from eagle3_data.shards.index import consolidate
@@ -62,7 +63,7 @@ class FakeDump:
 
     def record(self, key: str) -> SampleRecord:
         meta = self.meta()
-        checksum = meta.checksum if self.spec.last == "hidden" else meta.checksum.split(":")[0]
+        checksum = meta.checksum if self.spec.last != "none" else meta.checksum.split(":")[0]
         return SampleRecord(
             key=key,
             id=f"id-{key}",
@@ -89,14 +90,18 @@ def put(shard: OpenShard, place: Place, dump: FakeDump, folder: Path) -> None:
     try:
         states_at = path.stat().st_size - len(raw(dump.aux)) - len(raw(dump.last)) - 4 * dump.tokens
         record = dump.record(place.key)
-        tail = shard.write(record, fd, states_at, dump.ids.tolist(), raw(dump.mask))
+        placed = shard.write(record, fd, states_at, dump.ids.tolist(), raw(dump.mask))
     finally:
         os.close(fd)
-    shard.settle(record, tail)
+    shard.settle(placed)
 
 
 def make_build(
-    folder: Path, lengths: Sequence[int] = (5, 64, 3, 100, 17, 8), per_shard: int = 2, spec: CaptureSpec = SPEC
+    folder: Path,
+    lengths: Sequence[int] = (5, 64, 3, 100, 17, 8),
+    per_shard: int = 2,
+    spec: CaptureSpec = SPEC,
+    head: TargetHead | None = None,
 ) -> list[FakeDump]:
     """A complete build with `len(lengths)` samples; returns what is in it, in order."""
     dumps = [FakeDump(spec, n, seed) for seed, n in enumerate(lengths)]
@@ -107,7 +112,7 @@ def make_build(
     for number, start in enumerate(range(0, len(dumps), per_shard)):
         part = dumps[start : start + per_shard]
         spots = places(spec, part, start)
-        shard = OpenShard(folder, shard_name("train", number), spots, spec)
+        shard = OpenShard(folder, shard_name("train", number), spots, spec, head)
         for place, dump in zip(spots, part, strict=True):
             put(shard, place, dump, scratch)
         row = shard.seal()

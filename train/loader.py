@@ -19,13 +19,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eagle3_data.capture import Alignment, CaptureSpec
+from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, Alignment, CaptureSpec
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.train.alignment import row_masks
 from eagle3_data.train.plan import MicroBatch, Step
+from eagle3_data.train.teacher import pack_top
 from eagle3_data.train.ttt import Batch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def teacher_form(capture: CaptureSpec) -> tuple[int, torch.dtype]:
+    """Width and dtype of what the teacher is fed per position: the last state, or `teacher.pack_top` of the top-k."""
+    return (2 * capture.top_k, torch.int32) if capture.top_k else (capture.width, DTYPES[capture.dtype])
 
 
 class Samples(Protocol):
@@ -60,12 +66,14 @@ class BufferPool:
 
     def __init__(self, capture: CaptureSpec, *, positions: int, count: int, pinned: bool) -> None:
         dtype, width = DTYPES[capture.dtype], capture.width
-        self.nbytes = count * positions * capture.state_bytes_per_token
+        last_width, last_dtype = teacher_form(capture)
+        row = width * len(capture.layers) * dtype.itemsize + last_width * last_dtype.itemsize
+        self.nbytes = count * positions * row
         self.width, self.aux_width = width, width * len(capture.layers)
         self._free: queue.Queue[Buffer | None] = queue.Queue()
         for _ in range(count):
             aux = torch.empty(positions * self.aux_width, dtype=dtype, pin_memory=pinned)
-            self._free.put(Buffer(aux, torch.empty(positions * width, dtype=dtype, pin_memory=pinned)))
+            self._free.put(Buffer(aux, torch.empty(positions * last_width, dtype=last_dtype, pin_memory=pinned)))
 
     def take(self) -> Buffer | None:
         """Waits for a free buffer; None after `close`."""
@@ -128,7 +136,7 @@ class Collator:
         height, length = len(micro.rows), micro.length
         capture = self.data.capture
         aux = buffer.aux[: height * length * capture.width * len(capture.layers)].view(height, length, -1)
-        last = buffer.last[: height * length * capture.width].view(height, length, -1)
+        last = buffer.last[: height * length * teacher_form(capture)[0]].view(height, length, -1)
         ids = torch.zeros(height, length, dtype=torch.int64)
         mask = torch.zeros(height, length, dtype=torch.uint8)
         document = torch.full((height, length), -1, dtype=torch.int32)
@@ -146,12 +154,15 @@ class Collator:
             aux[row, start:] = 0
             last[row, start:] = 0
 
+        top_k = capture.top_k
+        columns = (AUX, *((TOP_IDS, TOP_LOGPROBS) if top_k else (LAST,)), IDS, MASK)
+
         def copy(place: tuple[int, int, int, int]) -> None:
             sample, row, start, end = place
-            read = self.data.read(sample, (AUX, LAST, IDS, MASK))
+            read = self.data.read(sample, columns)
             count = end - start
             aux[row, start:end] = read[AUX][:count]
-            last[row, start:end] = read[LAST][:count]
+            last[row, start:end] = pack_top(read[TOP_IDS], read[TOP_LOGPROBS])[:count] if top_k else read[LAST][:count]
             ids[row, start:end] = read[IDS][:count]
             mask[row, start:end] = read[MASK][:count]
 
@@ -167,11 +178,11 @@ class Collator:
 def empty_batch(capture: CaptureSpec, *, steps: int, length: int) -> Batch:
     """One row of padding: a rank without a micro-batch goes through the same collectives with it."""
     dtype = DTYPES[capture.dtype]
-    shape = (1, length)
+    shape, (last_width, last_dtype) = (1, length), teacher_form(capture)
     return Batch(
         torch.zeros(shape, dtype=torch.int64),
         torch.zeros(*shape, capture.width * len(capture.layers), dtype=dtype),
-        torch.zeros(*shape, capture.width, dtype=dtype),
+        torch.zeros(*shape, last_width, dtype=last_dtype),
         torch.full(shape, -1, dtype=torch.int32),
         torch.zeros(shape, dtype=torch.int32),
         torch.zeros(steps, *shape, dtype=torch.bool),
@@ -191,9 +202,8 @@ def to_device(
         source.positions.to(device, non_blocking=True),
         source.rows.to(device, non_blocking=True),
     )
-    ready = Batch(
-        moved.input_ids, moved.aux.to(dtype), moved.last.to(dtype), moved.document, moved.positions, moved.rows
-    )
+    last = moved.last.to(dtype) if moved.last.is_floating_point() else moved.last
+    ready = Batch(moved.input_ids, moved.aux.to(dtype), last, moved.document, moved.positions, moved.rows)
     if host is not None:
         if device.type == "cuda":
             host.buffer.used = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ from eagle3_data.train.target import (
     read_target_weights,
     resolve_checkpoint,
 )
-from eagle3_data.train.teacher import Teacher
+from eagle3_data.train.teacher import Teacher, TopKTeacher
 from eagle3_data.train.ttt import TttModel
 
 Say = Callable[[str], None]
@@ -153,7 +153,7 @@ def make_parts(
             raise TrainingError(f"draft.init_from {config.draft.init_from} does not fit: {missing[0]}")
         draft.load_state_dict({name: warm[name] for name, _ in draft.named_parameters()}, strict=False)
     head = draft.embed_tokens if weights.head is weights.embed else weights.head.to(dtype)
-    teacher = Teacher(head, info, vocab.kept)
+    teacher = TopKTeacher(info, vocab.kept) if data.capture.top_k else Teacher(head, info, vocab.kept)
     trained = sum(p.numel() for p in draft.parameters())
     say(f"draft: {trained / 1e6:,.1f} M trained parameters, aux layers {list(spec.aux_layers)}, attention {attention}")
     return Parts(spec, info, vocab, TttModel(draft, teacher, config.ttt, config.loss, attention).to(device), plan)

@@ -90,13 +90,15 @@ def draft_spec(config: DraftConfig, target: TargetInfo, capture: CaptureSpec) ->
             f"the data's states are {capture.width} wide, {target.model} has hidden size {target.hidden_size}",
             next="set target.model to the model that the data was captured from",
         )
-    if capture.last != "hidden":
+    if capture.last == "none":
         raise ConfigError(
             "the data has no last hidden state, so there is no teacher to train from",
-            next="extract again with the last state stored (4 states per token)",
+            next="extract again with --last hidden or --last topk:64",
         )
     if capture.norm != "post":
         raise ConfigError(f"the data's last state is {capture.norm!r} of the final norm, training needs 'post'")
+    if capture.top_k > target.vocab_size:
+        raise ConfigError(f"the data has the top {capture.top_k} tokens, {target.model} has {target.vocab_size}")
     if capture.vocab_size and capture.vocab_size > target.vocab_size:
         raise ConfigError(f"the data has {capture.vocab_size} token ids, {target.model} only {target.vocab_size}")
     heads = config.num_attention_heads or target.num_attention_heads

@@ -28,7 +28,7 @@ class Batch:
     aux: Tensor
     """[B, T, L*W] aux states."""
     last: Tensor
-    """[B, T, W] post-norm last states."""
+    """[B, T, W] post-norm last states, or int32 [B, T, 2K] top-k tokens (`teacher.pack_top`)."""
     document: Tensor
     """int32 [B, T]: number of the document in its row, -1 on padding."""
     positions: Tensor

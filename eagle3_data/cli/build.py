@@ -82,7 +82,15 @@ def build_command(
     server: Annotated[list[str], typer.Option(help="URL of a patched server; repeat for several.")],
     dataset: Annotated[str, typer.Option(help="Name of the data set.")] = "custom",
     layers: Annotated[str | None, typer.Option(help="Aux layers to insist on (outputs), e.g. 1,29,57.")] = None,
-    last: Annotated[str, typer.Option(help="'hidden': keep the last state; 'none': aux layers alone.")] = "hidden",
+    last: Annotated[str, typer.Option(help="Last state: 'hidden', 'topk:K' (K tokens instead), 'none'.")] = "hidden",
+    encoding: Annotated[
+        str, typer.Option(help="Of the states: 'bf16' (as the model ran), 'fp8', 'bf16-planes' (lossless).")
+    ] = "bf16",
+    last_encoding: Annotated[str | None, typer.Option(help="Of the last state, when it is to differ.")] = None,
+    head: Annotated[
+        str | None, typer.Option(help="With --last topk:K: the checkpoint with the target's head [--model].")
+    ] = None,
+    head_device: Annotated[str, typer.Option(help="Where the top-k is computed: 'cpu', 'cuda:7', ...")] = "cpu",
     shard_size: Annotated[str, typer.Option(help="Largest shard.")] = "1GiB",
     max_tokens: Annotated[int | None, typer.Option(help="Longest sample.")] = None,
     truncation: Annotated[str, typer.Option(help="Longer samples: 'drop', or 'cut' at a turn's end.")] = "drop",
@@ -130,7 +138,11 @@ def build_command(
         servers=tuple(server),
         dataset=dataset,
         layers=parse_layers(layers),
-        last=last,  # type: ignore[arg-type]
+        last=last,
+        encoding=encoding,  # type: ignore[arg-type]
+        last_encoding=last_encoding,  # type: ignore[arg-type]
+        head=head,
+        head_device=head_device,
         shard_bytes=parse_size(shard_size),
         samples=SampleSpec(
             loss=loss,  # type: ignore[arg-type]

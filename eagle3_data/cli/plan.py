@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from eagle3_data.capture import LAST_STATES, CaptureSpec
+from eagle3_data.capture import CaptureSpec, Encoding, parse_last
 from eagle3_data.cli.build import parse_layers, parse_size
 from eagle3_data.cli.progress import answer, say
 from eagle3_data.errors import ConfigError
@@ -39,7 +39,8 @@ def plan_command(
     width: Annotated[int | None, typer.Option(help="Or say it: hidden width.")] = None,
     layers: Annotated[str, typer.Option(help="Aux layers (outputs).")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    last: Annotated[str, typer.Option(help="'hidden' or 'none'.")] = "hidden",
+    last: Annotated[str, typer.Option(help="Last state: 'hidden', 'topk:K' or 'none'.")] = "hidden",
+    encoding: Annotated[str, typer.Option(help="Of the states: 'bf16', 'fp8' or 'bf16-planes'.")] = "bf16",
     shard_size: Annotated[str, typer.Option(help="Largest shard.")] = "1GiB",
     speed: Annotated[float | None, typer.Option(help="Prefill speed, tokens per second (measured or guessed).")] = None,
     out: Annotated[Path, typer.Option(help="Where the shards will go: its free space counts.")] = Path("."),
@@ -51,30 +52,37 @@ def plan_command(
 
     Example: eagle3-data plan --dataset kimi_k25_synth --samples 37312 --tokens 87800000 --speed 2582
     """
-    from eagle3_data.builders.estimate import Room, describe, estimate, objections, remarks
+    from eagle3_data.builders.estimate import Room, describe, estimate, objections, remarks, ways
 
-    if last not in LAST_STATES:
-        raise ConfigError(f"--last {last!r} is not one of {', '.join(LAST_STATES)}")
+    top_k = parse_last(last)
     lengths = _lengths(samples_file, samples, tokens)
     spec = _target(dataset, model, width, layers, dtype)
-    ways: dict[str, Estimate] = {
-        name: estimate(
+    kind: Encoding = encoding  # type: ignore[assignment]  # checked by the spec
+    wanted = replace(
+        spec, last=last, aux_encoding=kind, last_encoding=kind if last == "hidden" and not top_k else "bf16"
+    )
+
+    def size(way: CaptureSpec) -> Estimate:
+        return estimate(
             lengths,
-            replace(spec, last=name),
+            way,
             shard_bytes=parse_size(shard_size),
             tokens_per_s=speed,
             upload_bytes_per_s=float(parse_size(upload)) if upload else None,
         )
-        for name in LAST_STATES
-    }
+
+    chosen, others = size(wanted), [size(way) for way in ways(spec) if way != wanted]
     table = Table(box=None)
     table.add_column("")
-    for name in LAST_STATES:
-        table.add_column(f"--last {name}" + (" (chosen)" if name == last else ""))
-    for row in describe(ways[last]):
-        table.add_row(row, *(describe(ways[name])[row] for name in LAST_STATES))
+    table.add_column(f"{chosen.option} (chosen)")
+    for row in describe(chosen).items():
+        table.add_row(*row)
     answer.print(table, highlight=False)
-    chosen = ways[last]
+    table = Table("or", "B/token", "shards", "upload", box=None)
+    for one in others:
+        rows = describe(one)
+        table.add_row(one.option, f"{one.bytes_per_token:,.0f}", rows["shards"], rows.get("upload", "-"))
+    answer.print(table, highlight=False)
     for remark in remarks(chosen):
         say(f"note: {remark}")
     room = Room(
@@ -82,7 +90,7 @@ def plan_command(
         spool_bytes=_free(spool) if spool else None,
         mirror_bytes=parse_size(mirror_quota) if mirror_quota else None,
     )
-    problems = objections(chosen, [ways[name] for name in LAST_STATES if name != last], room)
+    problems = objections(chosen, others, room)
     for problem in problems:
         say(f"does not fit - {problem}")
     sys.exit(1 if problems else 0)

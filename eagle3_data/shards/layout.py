@@ -5,18 +5,20 @@ One sample is one block of a USTAR archive (N tokens):
     512   tar header of {key}.json
     1024  JSON of `SampleRecord`, padded with spaces
     512   tar header of {key}.safetensors
-    512   safetensors header, padded with spaces, so that tensor data is 64-byte aligned in the member
-    ...   aux_hidden_states, last_hidden_state, input_ids, loss_mask
+    512   safetensors header (1024 with an encoding), padded with spaces: tensor data is 64-byte aligned in the member
+    ...   the states' tensors (`stored.py`), input_ids, loss_mask
     pad   to 512
 
 An archive ends with 1024 zero bytes. So a sample's offset in its shard is a sum of token counts, the samples can be
-written in any order, and the same samples always give the same bytes.
+written in any order, and the same samples always give the same bytes. A compressed sample's size is known only when it
+is there: until the seal it lies in a slot of the largest size that it can have (`block_layout` without `packed`).
 """
 
 from __future__ import annotations
 
 import json
 import tarfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +27,8 @@ import numpy.typing as npt
 
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import ConfigError
-from eagle3_data.protocol import parse_strict, safetensors_header, tensor_bytes
+from eagle3_data.protocol import DTYPE_BYTES, parse_strict, safetensors_header, tensor_bytes
+from eagle3_data.shards.stored import FRAME_VALUES, PAD, state_columns, states_nbytes, stored_tensors
 
 TAR_BLOCK = 512
 JSON_BYTES = 1024
@@ -72,7 +75,9 @@ class SampleRecord:
     next_token: int
     """The server's top-1 token after the last one."""
     checksum: str
-    """XXH3-128 of the stored state tensors, hex `aux:last` (`aux` alone when no last state is stored)."""
+    """XXH3-128 of the server's state tensors, hex `aux:last` (`aux` alone when the last state is not used)."""
+    stored: str = ""
+    """XXH3-128 of the state tensors as they are stored, hex; empty where they are stored as the server sent them."""
 
     def to_json(self) -> bytes:
         """Exactly JSON_BYTES bytes. Raises ConfigError for an id that does not fit."""
@@ -99,10 +104,14 @@ class BlockLayout:
     member_bytes: int
     """Size of the safetensors member: header and tensors."""
     state_bytes: int
-    """Aux and last state together; they start at `states`."""
+    """All state tensors together; they start at `states`."""
+    header_bytes: int = HEADER_BYTES
 
     member = HEAD_BYTES
-    states = HEAD_BYTES + HEADER_BYTES
+
+    @property
+    def states(self) -> int:
+        return HEAD_BYTES + self.header_bytes
 
     @property
     def tail(self) -> int:
@@ -119,15 +128,34 @@ def shard_number(name: str) -> int:
     return int(name.removesuffix(".tar").rpartition("-")[2])
 
 
-def block_layout(spec: CaptureSpec, tokens: int) -> BlockLayout:
-    state_bytes = tokens * spec.state_bytes_per_token
-    return BlockLayout(tokens, HEADER_BYTES + state_bytes + 5 * tokens, state_bytes)
+def header_bytes(spec: CaptureSpec) -> int:
+    return HEADER_BYTES if spec.as_sent else 2 * HEADER_BYTES
+
+
+def block_layout(spec: CaptureSpec, tokens: int, packed: Sequence[int] | None = None) -> BlockLayout:
+    """`packed`: bytes of the exponent planes of a compressed sample; None: the most they can be."""
+    state_bytes, header = states_nbytes(spec, tokens, packed), header_bytes(spec)
+    return BlockLayout(tokens, header + state_bytes + 5 * tokens, state_bytes, header)
 
 
 def block_sizes(spec: CaptureSpec, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
     """`block_layout(...).total` for many samples at once: int64 [N]."""
-    member = HEADER_BYTES + tokens.astype(np.int64) * (spec.state_bytes_per_token + 5)
+    count = tokens.astype(np.int64)
+    member = header_bytes(spec) + 5 * count + 6 * count * spec.top_k
+    for column in state_columns(spec):
+        values = count * column.groups * spec.width
+        if column.encoding == "bf16":
+            member += values * DTYPE_BYTES[spec.dtype]
+        elif column.encoding == "fp8":
+            member += values + 4 * count * column.groups
+        else:
+            member += values + (values + -values % PAD) + 4 * -(-values // FRAME_VALUES)
     return HEAD_BYTES + (member + TAR_BLOCK - 1) // TAR_BLOCK * TAR_BLOCK
+
+
+def member_bytes_per_token(spec: CaptureSpec) -> float:
+    """Of a long sample; with compression, the most it can be."""
+    return block_layout(spec, 1 << 20).member_bytes / (1 << 20) if not spec.as_sent else spec.state_bytes_per_token + 5
 
 
 def tar_header(name: str, size: int) -> bytes:
@@ -143,13 +171,13 @@ def block_head(record: SampleRecord, layout: BlockLayout) -> bytes:
     return json_member + tar_header(f"{record.key}.safetensors", layout.member_bytes)
 
 
-def member_header(spec: CaptureSpec, tokens: int) -> bytes:
-    """The safetensors header of a stored sample: HEADER_BYTES bytes."""
-    return safetensors_header(spec.tensors(tokens), reserve=HEADER_BYTES)
+def member_header(spec: CaptureSpec, tokens: int, packed: Sequence[int] | None = None) -> bytes:
+    """The safetensors header of a stored sample: `header_bytes(spec)` bytes."""
+    return safetensors_header(stored_tensors(spec, tokens, packed), reserve=header_bytes(spec))
 
 
 def state_ranges(spec: CaptureSpec, tokens: int) -> list[tuple[int, int]]:
-    """(start, end) of each state tensor from the start of the states: aux, then last when stored."""
+    """(start, end) of each state tensor from the start of the states, as the server sends them: aux, then last."""
     ranges, start = [], 0
     for _, dtype, shape in spec.tensors(tokens)[: 1 + (spec.last == "hidden")]:
         end = start + tensor_bytes(dtype, shape)

@@ -13,16 +13,20 @@ from typing import Any
 import pyarrow as pa
 import torch
 
+from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import ShardCorrupt
 from eagle3_data.manifest import Manifest
+from eagle3_data.shards.codec import decode
 from eagle3_data.shards.index import read_index
-from eagle3_data.shards.layout import HEADER_BYTES, load_object
+from eagle3_data.shards.layout import header_bytes, load_object
+from eagle3_data.shards.stored import part_names, stored_plainly
 from eagle3_data.shards.table import SampleTable
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
     "U8": torch.uint8,
 }
@@ -128,6 +132,18 @@ def view_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat)
 
 
+def columns_at(
+    buffer: mmap.mmap | memoryview, offset: int, nbytes: int, columns: Sequence[str], spec: CaptureSpec
+) -> dict[str, torch.Tensor]:
+    """The named columns of the member at `offset`, decoded: views of `buffer` where they are stored plainly.
+
+    Raises ShardCorrupt.
+    """
+    names = [part for column in columns for part in part_names(spec, column)]
+    stored = tensors_at(buffer, offset, nbytes, names)
+    return {column: decode(spec, column, stored) for column in columns}
+
+
 @functools.lru_cache(maxsize=256)
 def map_shard(path: str, size: int, mtime_ns: int) -> mmap.mmap:
     """A private mapping: writes into a returned tensor stay in this process (and torch does not warn)."""
@@ -159,19 +175,26 @@ class ShardSet(SampleTable):
         try:
             stat = path.stat()
             buffer = map_shard(str(path), stat.st_size, stat.st_mtime_ns)
-            return self.checked(i, tensors_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted))
+            tensors = columns_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted, self.capture)
+            return self.checked(i, tensors)
         except FileNotFoundError:
             raise _missing(path) from None
         except ShardCorrupt as error:
             raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error
 
     def read_into(self, i: int, out: Mapping[str, torch.Tensor]) -> None:
-        """From the file into `out` without a mapping: no page faults, and as fast as the file can be read."""
+        """From the file into `out` without a mapping: no page faults, and as fast as the file can be read.
+
+        Encoded columns are decoded first and then copied.
+        """
+        if not stored_plainly(self.capture, out):
+            super().read_into(i, out)
+            return
         self._check_out(i, out)
         path, start, nbytes = self.folder / "data" / self.shard_of(i), int(self.offsets[i]), int(self.nbytes[i])
         try:
             with open(path, "rb", buffering=0) as file:
-                head = os.pread(file.fileno(), min(HEADER_BYTES, nbytes), start)
+                head = os.pread(file.fileno(), min(header_bytes(self.capture), nbytes), start)
                 layout = parse_header(head, nbytes)
                 for name, target in out.items():
                     _read_rows(file.fileno(), layout, name, start, target)

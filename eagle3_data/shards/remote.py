@@ -20,11 +20,13 @@ import torch
 from eagle3_data.errors import ConfigError, DatasetUnavailable, ShardCorrupt
 from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.shards.cache import CacheConfig, ShardCache
+from eagle3_data.shards.codec import decode
 from eagle3_data.shards.fetch import Fetcher, RetryPolicy
 from eagle3_data.shards.index import INDEX_SCHEMA
-from eagle3_data.shards.layout import HEADER_BYTES
-from eagle3_data.shards.reader import MAX_HEADER_BYTES, Layout, parse_header, tensors_at, view_of
+from eagle3_data.shards.layout import header_bytes
+from eagle3_data.shards.reader import MAX_HEADER_BYTES, Layout, columns_at, parse_header, view_of
 from eagle3_data.shards.sources import Access, mirror_url
+from eagle3_data.shards.stored import part_names, stored_plainly
 from eagle3_data.shards.table import SampleTable
 
 LAYOUTS = 4096
@@ -94,18 +96,20 @@ class RemoteShardSet(SampleTable):
         try:
             mapped = self._mapped(i, len(wanted) == len(self.columns))
             if mapped is not None:
-                tensors = tensors_at(mapped, int(self.offsets[i]), int(self.nbytes[i]), wanted)
+                tensors = columns_at(mapped, int(self.offsets[i]), int(self.nbytes[i]), wanted, self.capture)
             elif len(wanted) == len(self.columns):
                 tensors = self._whole(i, wanted)
             else:
-                tensors = self._ranges(i, wanted, {})
+                names = [part for column in wanted for part in part_names(self.capture, column)]
+                stored = self._ranges(i, names, {})
+                tensors = {column: decode(self.capture, column, stored) for column in wanted}
             return self.checked(i, tensors)
         except ShardCorrupt as error:
             raise ShardCorrupt(f"{self.shard_of(i)}, sample {self.keys[i]}: {error.message}", next=error.next) from None
 
     def read_into(self, i: int, out: Mapping[str, torch.Tensor]) -> None:
-        """Straight from the connection into `out`; a cached shard is copied."""
-        if self._mapped(i, whole=True) is not None:
+        """Straight from the connection into `out`; cached shards are copied, encoded columns decoded and copied."""
+        if not stored_plainly(self.capture, out) or self._mapped(i, whole=True) is not None:
             super().read_into(i, out)
             return
         self._check_out(i, out)
@@ -133,10 +137,10 @@ class RemoteShardSet(SampleTable):
         memory = torch.empty(nbytes, dtype=torch.uint8)
         view = memoryview(memory.numpy())  # type: ignore[arg-type]
         self.fetcher.read_into(self._path(i), [(start, view)])
-        return tensors_at(view, 0, nbytes, wanted)
+        return columns_at(view, 0, nbytes, wanted, self.capture)
 
     def _ranges(self, i: int, wanted: Sequence[str], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The named tensors, into `out` where it has them (then perhaps their first rows alone)."""
+        """The named stored tensors, into `out` where it has them (then perhaps their first rows alone)."""
         layout, start = self._layout(i), int(self.offsets[i])
         tensors, ranges = {}, []
         for name in wanted:
@@ -155,7 +159,7 @@ class RemoteShardSet(SampleTable):
 
     def _fetch_layout(self, i: int) -> Layout:
         start, nbytes = int(self.offsets[i]), int(self.nbytes[i])
-        head = self._bytes(i, start, min(HEADER_BYTES, nbytes))
+        head = self._bytes(i, start, min(header_bytes(self.capture), nbytes))
         size = 8 + int.from_bytes(head[:8], "little")
         if size > len(head):
             if size > min(MAX_HEADER_BYTES, nbytes):

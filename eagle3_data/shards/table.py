@@ -12,12 +12,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from eagle3_data.capture import Alignment, CaptureSpec
+from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, Alignment, CaptureSpec
 from eagle3_data.errors import ConfigError, ShardCorrupt
 from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 
-COLUMNS = (AUX, LAST, IDS, MASK)
+COLUMNS = (AUX, LAST, TOP_IDS, TOP_LOGPROBS, IDS, MASK)
 
 
 def check_index(index: pa.Table, manifest: Manifest) -> pa.Table:
@@ -67,7 +67,8 @@ class SampleTable(abc.ABC):
         """Tensors of sample `i`; only the named columns are read.
 
         aux_hidden_states [T, L*W] and last_hidden_state [T, W] in the capture dtype, input_ids int32 [T],
-        loss_mask uint8 [T]. Raises ShardCorrupt when the bytes are not such a sample, ConfigError for a column that
+        loss_mask uint8 [T]; with `--last topk:K` topk_ids int32 [T, K] and topk_logprobs float16 [T, K] instead.
+        Raises ShardCorrupt when the bytes are not such a sample, ConfigError for a column that
         the data set does not have.
         """
 
@@ -128,7 +129,8 @@ class SampleTable(abc.ABC):
 
     @functools.cached_property
     def columns(self) -> tuple[str, ...]:
-        return tuple(name for name in COLUMNS if name != LAST or self.capture.last == "hidden")
+        present = {name for name, _, _ in self.capture.tensors(1)}
+        return tuple(name for name in COLUMNS if name in present)
 
     def shard_of(self, i: int) -> str:
         return self._names[self._codes[i]]

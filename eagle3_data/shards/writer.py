@@ -3,6 +3,10 @@
 Each placed sample is read back from the file and its checksum compared with the server's, then noted in a sidecar
 (`.{name}.placed`, one JSON line). A crash loses nothing that was placed: a resume checks each noted sample against its
 checksum and keeps what holds. Only at the seal does the file get its final name, and only then a row in the manifest.
+
+The sizes of compressed samples are not known before. Each is put at the start of a slot of the largest size it can be;
+the holes behind it take no disk (sparse file), and the seal closes them as it closes the gaps of failed samples. So the
+hidden file is the reorder window: bounded by the plan, safe from a kill, and no sample waits for a slower one.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import mmap
 import os
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -22,6 +27,7 @@ from eagle3_data import durable
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import DiskFull, DumpCorrupt
 from eagle3_data.manifest import ShardRow
+from eagle3_data.protocol import DTYPE_BYTES
 from eagle3_data.shards.index import IndexRow, write_part
 from eagle3_data.shards.layout import (
     END_BYTES,
@@ -32,6 +38,9 @@ from eagle3_data.shards.layout import (
     member_header,
     state_ranges,
 )
+
+if TYPE_CHECKING:
+    from eagle3_data.head import TargetHead
 
 COPY_BYTES = 8 << 20
 
@@ -44,16 +53,36 @@ class Place:
     id: str
     tokens: int
     offset: int
-    """Of its block in the shard, bytes."""
+    """Of its block in the shard (of its slot, when its size is not known before), bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A sample that lies in its place."""
+
+    record: SampleRecord
+    tail: str
+    """XXH3-64 of its ids, mask and padding, hex."""
+    packed: tuple[int, ...] = ()
+    """Bytes of its exponent planes."""
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Placed:
+        """Raises ValueError, TypeError or KeyError for anything else, such as half a line."""
+        data = json.loads(line)
+        return cls(SampleRecord(**data["record"]), data["tail"], tuple(data["packed"]))
 
 
 def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:06d}.tar"
 
 
-def write_at(fd: int, data: bytes, offset: int) -> None:
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     """`pwrite` until all is written; a short write is how a full disk can begin."""
-    view = memoryview(data)
+    view = memoryview(data).cast("B")
     while view:
         written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
@@ -74,11 +103,19 @@ def copy_range(source: int, source_offset: int, target: int, target_offset: int,
 class OpenShard:
     """Not thread-safe as a whole; `write` may run in several threads for different samples."""
 
-    def __init__(self, folder: Path, name: str, places: Sequence[Place], spec: CaptureSpec) -> None:
-        self.folder, self.name, self.spec = folder, name, spec
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        places: Sequence[Place],
+        spec: CaptureSpec,
+        head: TargetHead | None = None,
+    ) -> None:
+        self.folder, self.name, self.spec, self.head = folder, name, spec, head
         self.places = {place.key: place for place in places}
         self.records: dict[str, SampleRecord] = {}
         self.failed: set[str] = set()
+        self._packed: dict[str, tuple[int, ...]] = {}
         self.final = folder / "data" / name
         self.path = durable.hidden(self.final)
         self._notes_path = self.final.with_name(f".{name}.placed")
@@ -95,41 +132,52 @@ class OpenShard:
         return sum(self.block_bytes(key) for key in self.records)
 
     def block_bytes(self, key: str) -> int:
-        return self._layout(self.places[key]).total
+        """Of a placed sample; of one that is not there yet, the most it can take."""
+        return self.layout_of(key).total
 
-    def write(self, record: SampleRecord, source: int, states_at: int, ids: Sequence[int], mask: bytes) -> str:
+    def layout_of(self, key: str) -> BlockLayout:
+        """Of a placed sample; of one that is not there yet, its slot's."""
+        return self._layout(self.places[key], self._packed.get(key))
+
+    def write(self, record: SampleRecord, source: int, states_at: int, ids: Sequence[int], mask: bytes) -> Placed:
         """Put one sample in its place; `source` is the dump's descriptor, `states_at` where its states start.
 
-        Returns the digest of the ids and the mask, for `settle`. Raises DumpCorrupt when the bytes that arrived do not
+        Returns what `settle` takes. Raises DumpCorrupt when the bytes that arrived do not
         give `record.checksum`, DiskFull when there is no space.
         """
         place = self.places[record.key]
-        layout = self._layout(place)
-        head = block_head(record, layout) + member_header(self.spec, place.tokens)
-        tail = array("i", ids).tobytes() + mask
-        tail += bytes(layout.total - layout.tail - len(tail))
         target = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        packed: tuple[int, ...] = ()
         try:
-            copy_range(source, states_at, target, place.offset + layout.states, layout.state_bytes)
+            if self.spec.as_sent:
+                layout = self._layout(place)
+                copy_range(source, states_at, target, place.offset + layout.states, layout.state_bytes)
+                if self._checksum(target, place, layout) != record.checksum:
+                    raise DumpCorrupt(f"sample {record.key}: its states do not give the server's checksum")
+            else:
+                record, packed = self._write_encoded(record, source, states_at, target)
+                layout = self._layout(place, packed)
+            head = block_head(record, layout) + member_header(self.spec, place.tokens, packed)
+            tail = array("i", ids).tobytes() + mask
+            tail += bytes(layout.total - layout.tail - len(tail))
             write_at(target, head, place.offset)
             write_at(target, tail, place.offset + layout.tail)
-            if self._checksum(target, place, layout) != record.checksum:
-                raise DumpCorrupt(f"sample {record.key}: its states do not give the server's checksum")
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise DiskFull(f"no space for {self.final}") from error
             raise
         finally:
             os.close(target)
-        return xxhash.xxh3_64_hexdigest(tail)
+        return Placed(record, xxhash.xxh3_64_hexdigest(tail), packed)
 
-    def settle(self, record: SampleRecord, tail_digest: str) -> None:
+    def settle(self, placed: Placed) -> None:
         """Count a sample that `write` has put in its place."""
+        record = placed.record
         if record.key in self.records or record.key in self.failed:
             raise AssertionError(f"{self.name}: sample {record.key} is settled already")
         self.records[record.key] = record
-        note = {"record": asdict(record), "tail": tail_digest}
-        self._notes.write(json.dumps(note, separators=(",", ":")) + "\n")
+        self._packed[record.key] = placed.packed
+        self._notes.write(placed.to_line())
 
     def give_up(self, key: str) -> None:
         """Leave a failed sample out; the seal closes its gap."""
@@ -150,7 +198,7 @@ class OpenShard:
                 record = self.records.get(place.key)
                 if record is None:
                     continue
-                layout = self._layout(place)
+                layout = self._layout(place, self._packed[place.key])
                 if place.offset != end:
                     _move_left(file.fileno(), place.offset, end, layout.total)
                 rows.append(
@@ -199,8 +247,45 @@ class OpenShard:
         self._notes_path.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
-    def _layout(self, place: Place) -> BlockLayout:
-        return block_layout(self.spec, place.tokens)
+    def _layout(self, place: Place, packed: tuple[int, ...] | None = None) -> BlockLayout:
+        return block_layout(self.spec, place.tokens, packed)
+
+    def _write_encoded(
+        self, record: SampleRecord, source: int, states_at: int, target: int
+    ) -> tuple[SampleRecord, tuple[int, ...]]:
+        """Encode the dump's states into the place; the record with its `stored` digest, the sizes of its planes."""
+        from eagle3_data.shards.codec import encode  # torch loads here, not for readers of the plan
+
+        place = self.places[record.key]
+        size = DTYPE_BYTES[self.spec.dtype] * self.spec.width * place.tokens
+        aux_end = states_at + size * len(self.spec.layers)
+        if os.fstat(source).st_size < aux_end + size:
+            raise DumpCorrupt(f"dump ends {aux_end + size - os.fstat(source).st_size} bytes early")
+        # private, since torch wants writable memory; closed by the garbage collector, which knows of torch's views
+        whole = memoryview(mmap.mmap(source, 0, access=mmap.ACCESS_COPY))
+        aux, last = whole[states_at:aux_end], whole[aux_end : aux_end + size]
+        sources = (aux, last) if ":" in record.checksum else (aux,)
+        if ":".join(xxhash.xxh3_128_hexdigest(part) for part in sources) != record.checksum:
+            raise DumpCorrupt(f"sample {record.key}: its states do not give the server's checksum")
+        encoded = encode(self.spec, place.tokens, aux, last, self.head)
+        layout, digest = self._layout(place, encoded.packed), xxhash.xxh3_128()
+        at = start = place.offset + layout.states
+        for part in encoded.parts:
+            digest.update(part)
+            write_at(target, part, at)
+            at += memoryview(part).nbytes
+        if at - start != layout.state_bytes:
+            raise AssertionError(f"sample {record.key}: {at - start} bytes encoded, {layout.state_bytes} planned")
+        if self._digest(target, start, layout.state_bytes) != digest.hexdigest():
+            raise DumpCorrupt(f"sample {record.key}: its encoded states did not arrive in the shard")
+        return replace(record, stored=digest.hexdigest()), encoded.packed
+
+    def _digest(self, fd: int, start: int, count: int) -> str:
+        """XXH3-128 of a range of the file, hex."""
+        base = start - start % mmap.ALLOCATIONGRANULARITY
+        size = start - base + count
+        with mmap.mmap(fd, size, offset=base, access=mmap.ACCESS_READ) as view, memoryview(view) as whole:
+            return xxhash.xxh3_128_hexdigest(whole[start - base :])
 
     def _checksum(self, fd: int, place: Place, layout: BlockLayout) -> str:
         start = place.offset + layout.states
@@ -225,27 +310,34 @@ class OpenShard:
         with open(self.path, "rb") as file:
             for line in self._notes_path.read_text().splitlines():
                 try:
-                    note = json.loads(line)
-                    record, tail = SampleRecord(**note["record"]), note["tail"]
+                    placed = Placed.from_line(line)
                 except (ValueError, TypeError, KeyError):
                     break  # the torn last line of a killed run
-                if self._holds(file.fileno(), record, tail):
-                    self.records[record.key] = record
+                if self._holds(file.fileno(), placed):
+                    self.records[placed.record.key] = placed.record
+                    self._packed[placed.record.key] = placed.packed
                     kept.append(line)
         durable.write_text(self._notes_path, "".join(f"{line}\n" for line in kept))
 
-    def _holds(self, fd: int, record: SampleRecord, tail: str) -> bool:
+    def _holds(self, fd: int, placed: Placed) -> bool:
+        record = placed.record
         place = self.places.get(record.key)
         if place is None or place.tokens != record.tokens:
             return False
-        layout = self._layout(place)
+        layout = self._layout(place, placed.packed)
         if place.offset + layout.total > os.fstat(fd).st_size:
             return False
-        head = block_head(record, layout) + member_header(self.spec, place.tokens)
+        head = block_head(record, layout) + member_header(self.spec, place.tokens, placed.packed)
+        states = (
+            self._checksum(fd, place, layout) == record.checksum
+            if self.spec.as_sent
+            else self._digest(fd, place.offset + layout.states, layout.state_bytes) == record.stored
+        )
         return (
             os.pread(fd, len(head), place.offset) == head
-            and xxhash.xxh3_64_hexdigest(os.pread(fd, layout.total - layout.tail, place.offset + layout.tail)) == tail
-            and self._checksum(fd, place, layout) == record.checksum
+            and xxhash.xxh3_64_hexdigest(os.pread(fd, layout.total - layout.tail, place.offset + layout.tail))
+            == placed.tail
+            and states
         )
 
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from eagle3_data.builders.pool import FlowConfig
 from eagle3_data.builders.settings import BuildConfig
-from eagle3_data.builders.stored import remember
+from eagle3_data.builders.stored import recall, remember
+from eagle3_data.capture import Encoding
 from eagle3_data.cli.train import open_samples
 from eagle3_data.errors import BuildFailed
 from eagle3_data.manifest import Manifest
@@ -74,6 +76,27 @@ def test_training_on_an_unfinished_build_finishes_it(
         aux, final = states(row["input_ids"], running.spec)
         assert read[IDS].tolist() == row["input_ids"]
         assert (read[AUX].numpy().tobytes(), read[LAST].numpy().tobytes()) == (aux, final)
+
+
+@pytest.mark.parametrize("encoding", ["bf16-planes", "fp8"])
+def test_encoded_samples_of_an_open_shard_are_decoded(
+    folder: Path, tiny_llama: Path, tmp_path: Path, encoding: Encoding
+) -> None:
+    """Compressed planes are shorter than the slot that they lie in until the seal."""
+    spec = replace(SPEC, model=str(tiny_llama), vocab_size=VOCAB, width=64, dtype="bfloat16")
+    remember(replace(recall(folder), encoding=encoding))
+    with ReplayServer(tmp_path / "spool", spec) as running, open_samples(folder, (running.url,)) as samples:
+        for i in (17, 3):
+            read = samples.read(i)
+            assert not list((folder / "data").glob("train-*.tar"))  # nothing is sealed yet
+            aux, last = (
+                torch.frombuffer(bytearray(data), dtype=torch.bfloat16) for data in states(read[IDS].tolist(), spec)
+            )
+            if encoding == "bf16-planes":
+                assert torch.equal(read[AUX].flatten(), aux)
+                assert torch.equal(read[LAST].flatten(), last)
+            torch.testing.assert_close(read[AUX].flatten(), aux, rtol=0.07, atol=0.01)
+            torch.testing.assert_close(read[LAST].flatten(), last, rtol=0.07, atol=0.01)
 
 
 def test_what_is_needed_first_is_captured_first(folder: Path, tiny_llama: Path, tmp_path: Path) -> None:

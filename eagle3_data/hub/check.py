@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 
 from eagle3_data.errors import MirrorError
 from eagle3_data.hub.digest import remote_digest
-from eagle3_data.hub.mirror import Mirror, RemoteFile, remote_path
+from eagle3_data.hub.mirror import Mirror, RemoteFile
 from eagle3_data.manifest import MANIFEST, Manifest, ShardRow
 from eagle3_data.shards.index import INDEX_SCHEMA
+from eagle3_data.shards.layout import remote_path
 
 
 @dataclass(slots=True)

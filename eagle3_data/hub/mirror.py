@@ -11,17 +11,8 @@ from typing import Protocol
 from eagle3_data.errors import ConfigError
 from eagle3_data.hub.patience import Patience
 from eagle3_data.hub.redact import redact
-from eagle3_data.shards.layout import shard_number
 
-PER_FOLDER = 9_000
-"""Shards per folder of a mirror: the hub takes 10,000 entries, and further folders lie in the first."""
 REPOSITORY = re.compile(r"(?:hf://datasets/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?", re.ASCII)
-
-
-def remote_path(shard: str) -> str:
-    """Where a shard lies in a mirror: `data/train-000000.tar`; from shard 9,000 on `data/001/train-009000.tar`."""
-    group = shard_number(shard) // PER_FOLDER
-    return f"data/{group:03d}/{shard}" if group else f"data/{shard}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from eagle3_data import durable
 from eagle3_data.card import CARD
 from eagle3_data.errors import BuildFailed, ManifestMismatch, MirrorError, ShardCorrupt
 from eagle3_data.hub.digest import PIECE_BYTES, file_digest
-from eagle3_data.hub.mirror import Mirror, remote_path
+from eagle3_data.hub.mirror import Mirror
 from eagle3_data.hub.notes import read_lines
 from eagle3_data.manifest import FAILURES, MANIFEST, Manifest, ShardRow
 from eagle3_data.runlock import RunLock, work_folder
+from eagle3_data.shards.layout import remote_path
 from eagle3_data.status import format_bytes
 
 

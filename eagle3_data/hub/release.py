@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 
 from eagle3_data.card import CARD, LICENSE, Publication, read_license, render_card
 from eagle3_data.errors import ManifestMismatch, MirrorError, ShardCorrupt
-from eagle3_data.hub.mirror import PER_FOLDER, Mirror
+from eagle3_data.hub.mirror import Mirror
 from eagle3_data.manifest import FAILURES, MANIFEST, Manifest, ShardRow
 from eagle3_data.shards.index import read_index
-from eagle3_data.shards.layout import shard_number
+from eagle3_data.shards.layout import PER_FOLDER, shard_number
 
 TRIES = 5
 """A build may consolidate its index while it is read."""

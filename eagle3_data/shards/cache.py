@@ -24,6 +24,7 @@ import xxhash
 from eagle3_data.errors import ConfigError, ShardCorrupt
 from eagle3_data.manifest import ShardRow
 from eagle3_data.shards.fetch import Fetcher
+from eagle3_data.shards.layout import remote_path
 
 WINDOW_BYTES = 64 << 20
 """Fetched at once, in parallel parts; what a kill can lose."""
@@ -157,7 +158,7 @@ class ShardCache:
             with open(part, "r+b") as file, mmap.mmap(file.fileno(), 0) as target, memoryview(target) as view:
                 for low in range(start, shard.nbytes, WINDOW_BYTES):
                     with view[low : low + WINDOW_BYTES] as window:
-                        fetcher.read_into(f"data/{shard.name}", [(low, window)])
+                        fetcher.read_into(remote_path(shard.name), [(low, window)])
                         end = low + len(window)
                     target.flush()
                     _note(part).write_text(str(end))

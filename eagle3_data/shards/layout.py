@@ -30,6 +30,8 @@ from eagle3_data.errors import ConfigError
 from eagle3_data.protocol import DTYPE_BYTES, parse_strict, safetensors_header, tensor_bytes
 from eagle3_data.shards.stored import FRAME_VALUES, PAD, state_columns, states_nbytes, stored_tensors
 
+PER_FOLDER = 9_000
+"""Shards per folder of a mirror: the hub takes 10,000 entries, and further folders lie in the first."""
 TAR_BLOCK = 512
 JSON_BYTES = 1024
 HEADER_BYTES = 512
@@ -126,6 +128,12 @@ class BlockLayout:
 def shard_number(name: str) -> int:
     """`train-000012.tar` -> 12. Raises ValueError for another name."""
     return int(name.removesuffix(".tar").rpartition("-")[2])
+
+
+def remote_path(shard: str) -> str:
+    """Where a shard lies in a mirror: `data/train-000000.tar`; from shard 9,000 on `data/001/train-009000.tar`."""
+    group = shard_number(shard) // PER_FOLDER
+    return f"data/{group:03d}/{shard}" if group else f"data/{shard}"
 
 
 def header_bytes(spec: CaptureSpec) -> int:

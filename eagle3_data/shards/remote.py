@@ -23,7 +23,7 @@ from eagle3_data.shards.cache import CacheConfig, ShardCache
 from eagle3_data.shards.codec import decode
 from eagle3_data.shards.fetch import Fetcher, RetryPolicy
 from eagle3_data.shards.index import INDEX_SCHEMA
-from eagle3_data.shards.layout import header_bytes
+from eagle3_data.shards.layout import header_bytes, remote_path
 from eagle3_data.shards.reader import MAX_HEADER_BYTES, Layout, columns_at, parse_header, view_of
 from eagle3_data.shards.sources import Access, mirror_url
 from eagle3_data.shards.stored import part_names, stored_plainly
@@ -173,7 +173,7 @@ class RemoteShardSet(SampleTable):
         return bytes(data)
 
     def _path(self, i: int) -> str:
-        return f"data/{self.shard_of(i)}"
+        return remote_path(self.shard_of(i))
 
 
 def open_samples(

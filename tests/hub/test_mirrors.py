@@ -9,14 +9,18 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 
 from eagle3_data.errors import BuildFailed, ConfigError, ManifestMismatch, MirrorError, ShardCorrupt
 from eagle3_data.hub.check import check_mirror
-from eagle3_data.hub.mirror import make_mirror, remote_path
+from eagle3_data.hub.mirror import make_mirror
 from eagle3_data.hub.patience import Patience
 from eagle3_data.hub.pull import Pull, PullReport, check_name
 from eagle3_data.manifest import MANIFEST, Manifest
-from eagle3_data.shards import ShardSet
+from eagle3_data.shards import ShardSet, layout
+from eagle3_data.shards.cache import CacheConfig
+from eagle3_data.shards.layout import remote_path
+from eagle3_data.shards.remote import RemoteShardSet
 from eagle3_data.verify import verify
 from tests.builds import make_build
 from tests.hub.conftest import QUICK, REPO, opened, push
@@ -248,3 +252,18 @@ def test_what_was_pushed_is_whole(hub: HubStub, tmp_path: Path) -> None:
     check_whole(hub, shards)
     with pytest.raises(AssertionError):
         check_whole(hub, {**shards, "train-000099.tar": b""})
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_shards_in_further_folders_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool) -> None:
+    """Shards from the ten-thousandth on lie elsewhere in a mirror; here from the third on."""
+    monkeypatch.setattr(layout, "PER_FOLDER", 2)
+    folder, target = tmp_path / "data", f"file://{tmp_path / 'mirror'}"
+    make_build(folder, LENGTHS)
+    push(folder, target)
+    assert (tmp_path / "mirror" / "data" / "001" / "train-000003.tar").exists()
+    cache = CacheConfig(tmp_path / "cache", 1 << 30) if cached else None
+    near, far = ShardSet.open(folder), RemoteShardSet.open(target, cache=cache)
+    for i in range(len(near)):
+        mine, theirs = near.read(i), far.read(i)
+        assert all(torch.equal(mine[name], theirs[name]) for name in near.columns)

@@ -12,9 +12,10 @@ import pytest
 import yaml
 
 from eagle3_data.errors import ConfigError, ManifestMismatch, MirrorError
-from eagle3_data.hub.mirror import parse_repository, remote_path
+from eagle3_data.hub.mirror import parse_repository
 from eagle3_data.hub.notes import deleted_shards
 from eagle3_data.manifest import MANIFEST, Manifest
+from eagle3_data.shards.layout import remote_path
 from eagle3_data.verify import verify
 from tests.builds import make_build
 from tests.hub.conftest import REPO, opened, push, use

@@ -16,11 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tests.builds
 from eagle3_data import durable
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import ConfigError, DumpCorrupt, ShardCorrupt
+from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
-from eagle3_data.shards import OpenShard, ShardSet
+from eagle3_data.shards import OpenShard, ShardSet, index
 from eagle3_data.shards.layout import block_layout, block_sizes
 from eagle3_data.shards.reader import parse_header
 from tests.builds import SPEC, FakeDump, make_build, places, put, raw
@@ -207,3 +209,21 @@ def test_hidden_file_is_never_the_shard(tmp_path: Path) -> None:
     visible = [p.name for p in (tmp_path / "data").iterdir() if not p.name.startswith(".")]
     assert visible == []
     assert shard.path == durable.hidden(shard.final)
+
+
+def test_an_index_that_is_consolidated_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader beside a builder that ends: the parts are gone after it has seen that there is no whole."""
+    monkeypatch.setattr(tests.builds, "consolidate", lambda folder, manifest: None)
+    make_build(tmp_path, [5, 9, 7], per_shard=1)
+    manifest, real = Manifest.load(tmp_path), index.part_path
+
+    def last_moment(folder: Path, shard: str) -> Path:
+        monkeypatch.setattr(index, "part_path", real)
+        index.consolidate(tmp_path, manifest)
+        return real(folder, shard)
+
+    monkeypatch.setattr(index, "part_path", last_moment)
+    assert index.read_index(tmp_path, manifest).num_rows == 3
+    index.whole_path(tmp_path, "train").unlink()
+    with pytest.raises(ShardCorrupt, match=r"train-000000\.tar is in the manifest and not in"):
+        index.read_index(tmp_path, manifest)

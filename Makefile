@@ -35,7 +35,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 $(READY): pyproject.toml $(wildcard requirements/*.txt)
-	@echo "setting up $(VENV): about 1.5 GB of packages, once"
+	@echo "setting up $(VENV): about 3 GB of packages on disk, once"
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'Python 3.10 or newer is needed')"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -r requirements/sglang-cpu.txt -r requirements/tools.txt

@@ -30,7 +30,7 @@ from eagle3_data.status import format_bytes
 
 MIN_SHARD_BYTES = 1 << 12
 USUAL_EXPONENT_SHARE = 0.42
-"""Compressed size of an exponent plane; benchmarks/encodings.py measures it (docs/format.md has its table)."""
+"""Compressed size of an exponent plane: 0.41 of it on SmolLM2 (docs/format.md: 0.704 of bf16), rounded up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,10 +237,10 @@ def test_folders_stay_below_the_hubs_limit() -> None:
 
 
 def test_a_push_with_many_folders(hub: HubStub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import eagle3_data.hub.mirror as mirror
     import eagle3_data.hub.release as release
+    import eagle3_data.shards.layout as layout
 
-    monkeypatch.setattr(mirror, "PER_FOLDER", 2)
+    monkeypatch.setattr(layout, "PER_FOLDER", 2)
     monkeypatch.setattr(release, "PER_FOLDER", 2)
     make_build(tmp_path / "data", LENGTHS)
     assert push(tmp_path / "data").complete

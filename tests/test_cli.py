@@ -173,7 +173,7 @@ def test_build_status_verify_retry(
     [
         ("--shard-size", "big", "'big' is not a size"),
         ("--layers", "1;2", "is not a list of numbers"),
-        ("--last", "some", "'some' is not one of hidden, none"),
+        ("--last", "some", "'some' is not one of hidden, topk:K, none"),
         ("--max-failure-share", "3", "between 0 and 1"),
         ("--loss", "everything", "not one of"),
         ("--max-inflight", "0", "nor a number above 0"),

@@ -14,7 +14,6 @@ import re
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from eagle3_data.head import TargetHead
 from eagle3_data.protocol import AUX, LAST
 from eagle3_data.shards import ShardSet
 from eagle3_data.shards.codec import decode, encode
+from eagle3_data.shards.reader import view_of
 from eagle3_data.shards.stored import stored_states
 
 BEGIN, END = "<!-- made by benchmarks/encodings.py -->", "<!-- end -->"
@@ -56,15 +56,10 @@ class Cost:
     seconds: float = 0.0
 
 
-def memory(tensor: Tensor) -> memoryview:
-    flat: Any = tensor.contiguous().view(torch.uint8).reshape(-1).numpy()
-    return memoryview(flat)
-
-
 def measure(cost: Cost, spec: CaptureSpec, aux: Tensor, last: Tensor, head: TargetHead) -> None:
     """aux [T, L*W], last [T, W]: bf16."""
     tokens = len(aux)
-    coded = encode(spec, tokens, memory(aux), memory(last), head)
+    coded = encode(spec, tokens, view_of(aux.contiguous()), view_of(last.contiguous()), head)
     blob = bytearray(b"".join(bytes(part) for part in coded.parts))
     stored, at = {}, 0
     for name, dtype, shape in stored_states(spec, tokens, coded.packed):

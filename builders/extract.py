@@ -289,14 +289,7 @@ class Extractor:
             return
         self.sink.give_up(
             job.shard,
-            Failure(
-                key=sample.key,
-                id=sample.id,
-                tokens=sample.tokens,
-                reason=error.reason,
-                detail=error.message[:500],
-                attempts=job.attempt + 1,
-            ),
+            Failure.of(sample, error, job.attempt + 1),
         )
         given_up = len(self.sink.ledger.failures)
         if given_up > self.max_failures:

@@ -13,9 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eagle3_data import durable
-from eagle3_data.errors import LedgerError
+from eagle3_data.builders.samples.store import Sample
+from eagle3_data.errors import Eagle3Error, LedgerError
 from eagle3_data.manifest import FAILURES
 from eagle3_data.protocol import parse_strict
+
+RETRY = "eagle3-data retry DIR"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,19 @@ class Failure:
     """`Eagle3Error.reason` of the last attempt."""
     detail: str
     attempts: int
-    retry: str = "eagle3-data retry DIR"
+    retry: str = RETRY
+
+    @classmethod
+    def of(cls, sample: Sample, error: Eagle3Error, attempts: int, *, retry: str = RETRY) -> Failure:
+        return cls(
+            key=sample.key,
+            id=sample.id,
+            tokens=sample.tokens,
+            reason=error.reason,
+            detail=error.message[:500],
+            attempts=attempts,
+            retry=retry,
+        )
 
     def to_line(self) -> str:
         return json.dumps(asdict(self)) + "\n"

@@ -20,9 +20,9 @@ import pyarrow.parquet as pq
 from eagle3_data import durable
 from eagle3_data.builders.ledger import read_failures
 from eagle3_data.builders.resume import PART
-from eagle3_data.builders.sink import file_digest
 from eagle3_data.card import write_card
 from eagle3_data.errors import ConfigError, LedgerError, ManifestMismatch, ShardCorrupt
+from eagle3_data.hub.digest import file_xxh3
 from eagle3_data.manifest import FAILURES, Manifest, PlanRow, ShardRow
 from eagle3_data.runlock import RunLock
 from eagle3_data.shards.index import read_index, whole_path
@@ -112,7 +112,7 @@ def _manifest(parts: list[Manifest]) -> Manifest:
 def _bring(source: Path, target: Path, row: ShardRow) -> None:
     """Link, or copy and check. A file that is there already must be the shard."""
     if target.exists():
-        if target.stat().st_size != row.nbytes or file_digest(target) != row.xxh3:
+        if target.stat().st_size != row.nbytes or file_xxh3(target) != row.xxh3:
             raise ShardCorrupt(f"{target} is there and is not the shard of that name", next="merge into a new folder")
         return
     hidden = durable.hidden(target)
@@ -125,7 +125,7 @@ def _bring(source: Path, target: Path, row: ShardRow) -> None:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
             raise
         shutil.copyfile(source, hidden)
-        if file_digest(hidden) != row.xxh3:
+        if file_xxh3(hidden) != row.xxh3:
             raise ShardCorrupt(f"{source} does not give its checksum", next="eagle3-data verify PART") from error
     durable.replace(target)
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import BuildFailed, ConfigError
+from eagle3_data.manifest import PlanRow
 from eagle3_data.shards.layout import (
     END_BYTES,
     HEADER_BYTES,
@@ -105,6 +106,17 @@ class Plan:
 
     def __iter__(self) -> Iterator[PlannedShard]:
         return (self.shard(i) for i in range(len(self)))
+
+    def row(self, skipped: dict[str, int]) -> PlanRow:
+        """What a manifest says of the plan; `skipped`: samples dropped before it, by reason."""
+        return PlanRow(
+            samples=len(self.rows),
+            tokens=self.total_tokens,
+            nbytes=self.expected_nbytes,
+            shards=len(self),
+            shard_bytes=self.shard_bytes,
+            skipped=skipped,
+        )
 
     def part(self, index: int, count: int) -> Plan:
         """Shards index, index + count, ... of this plan, with their own names and bytes: one machine's work."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from eagle3_data.builders.plan import Plan
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig
 from eagle3_data.capture import CaptureSpec
-from eagle3_data.manifest import MANIFEST, Manifest, PlanRow
+from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.runlock import work_folder
 
 PART = "shards"
@@ -47,15 +47,8 @@ def open_manifest(
             samples=store.spec.to_dict(),
             fingerprint=fingerprint,
             matching=config.matching,
-            plan=PlanRow(
-                samples=len(plan.rows),
-                tokens=plan.total_tokens,
-                nbytes=plan.expected_nbytes,
-                shards=len(plan),
-                shard_bytes=config.shard_bytes,
-                # counted once: by the first part alone, so that parts add up
-                skipped=dict(store.report.dropped) if config.part is None or config.part[0] == 0 else {},
-            ),
+            # dropped ones are counted once: by the first part alone, so that parts add up
+            plan=plan.row(dict(store.report.dropped) if config.part is None or config.part[0] == 0 else {}),
         )
     known = {row.instance for row in manifest.servers}
     servers = (*manifest.servers, *(row for row in rows if row.instance not in known))
@@ -79,6 +72,11 @@ def make_fingerprint(
         **{f"capture.{name}": value for name, value in spec.to_dict().items()},
         **{f"samples.{name}": value for name, value in store.spec.to_dict().items()},
     }
+    return as_texts(fields)
+
+
+def as_texts(fields: Mapping[str, Any]) -> dict[str, str]:
+    """A fingerprint as the manifest stores it."""
     return {
         name: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for name, value in fields.items()
     }

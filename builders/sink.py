@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from eagle3_data import durable
 from eagle3_data.builders.dumps import Dump, Request
 from eagle3_data.builders.ledger import Failure, Ledger
 from eagle3_data.builders.plan import Plan, PlannedShard
 from eagle3_data.builders.samples.store import Sample, SampleStore
 from eagle3_data.errors import DiskFull, LedgerError
+from eagle3_data.hub.digest import file_xxh3
 from eagle3_data.manifest import Manifest, ShardRow
 from eagle3_data.protocol import ids_digest
 from eagle3_data.shards.index import read_part
@@ -164,7 +163,7 @@ class ShardSink:
         if not final.exists():
             return
         row = read_part(self.folder, name)
-        if row is not None and final.stat().st_size == row.nbytes and file_digest(final) == row.xxh3:
+        if row is not None and final.stat().st_size == row.nbytes and file_xxh3(final) == row.xxh3:
             self._record(row)
             self.ledger.save(row.samples)
             self.resumed += row.samples
@@ -172,15 +171,6 @@ class ShardSink:
             self.nbytes += row.nbytes
             return
         final.rename(durable.hidden(final))
-
-
-def file_digest(path: Path) -> str:
-    """XXH3-128 of a file, hex."""
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while data := file.read(8 << 20):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 def make_record(sample: Sample, request: Request, dump: Dump, *, with_last: bool) -> SampleRecord:

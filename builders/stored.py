@@ -15,8 +15,8 @@ from eagle3_data.builders.samples import prepare_samples
 from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig
-from eagle3_data.builders.sink import file_digest
 from eagle3_data.errors import ConfigError
+from eagle3_data.hub.digest import file_xxh3
 from eagle3_data.runlock import work_folder
 
 
@@ -66,7 +66,7 @@ def load_store(config: BuildConfig, on_text: Callable[[str], None]) -> SampleSto
 
 def describe_inputs(config: BuildConfig) -> dict[str, Any]:
     """What rendering depends on, by content where it is a file."""
-    files = {name: file_digest(Path(name)) if Path(name).is_file() else "" for name in config.inputs}
+    files = {name: file_xxh3(Path(name)) if Path(name).is_file() else "" for name in config.inputs}
     return {"files": files, "model": config.model, "samples": config.samples.to_dict()}
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import torch
@@ -19,7 +18,7 @@ from eagle3_data.manifest import Manifest, ShardRow
 from eagle3_data.protocol import IDS, MASK, ids_digest
 from eagle3_data.shards.codec import decode
 from eagle3_data.shards.layout import SampleRecord
-from eagle3_data.shards.reader import tensors_at
+from eagle3_data.shards.reader import tensors_at, view_of
 from eagle3_data.shards.stored import state_columns, stored_states
 from eagle3_data.shards.tarwalk import TarSample, samples
 from eagle3_data.verify_source import Source, open_source
@@ -156,12 +155,12 @@ def _check_sample(
     if not spec.as_sent:
         digest = xxhash.xxh3_128()
         for name in names:
-            digest.update(_bytes(stored[name]))
+            digest.update(view_of(stored[name]))
         if digest.hexdigest() != record.stored:
             raise ShardCorrupt(f"{where}: its states are not what was stored")
     # an encoding that loses nothing is held to the server's own word, through the decoder
     for column, checksum in zip(state_columns(spec), record.checksum.split(":"), strict=False):
-        if column.encoding != "fp8" and xxhash.xxh3_128_hexdigest(_bytes(tensors[column.name])) != checksum:
+        if column.encoding != "fp8" and xxhash.xxh3_128_hexdigest(view_of(tensors[column.name])) != checksum:
             raise ShardCorrupt(f"{where}: its states do not give the server's checksum")
     if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
         raise ShardCorrupt(f"{where}: NaN or Inf in its states")
@@ -178,12 +177,6 @@ def _check_top(ids: torch.Tensor, logprobs: torch.Tensor, spec: CaptureSpec, whe
     values = logprobs.float()
     if bool((values.diff(dim=-1) > 0).any()) or bool((values.exp().sum(-1) > 1.01).any()):
         raise ShardCorrupt(f"{where}: its top-k log-probabilities are not a distribution's")
-
-
-def _bytes(state: torch.Tensor) -> memoryview:
-    """The tensor's memory, not a copy."""
-    flat: Any = state.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
 
 
 def _check_index(

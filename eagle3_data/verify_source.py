@@ -20,9 +20,7 @@ from eagle3_data.hub.notes import deleted_shards
 from eagle3_data.hub.patience import Patience
 from eagle3_data.manifest import FAILURES, Manifest
 from eagle3_data.shards.index import read_index
-from eagle3_data.shards.reader import ShardSet
 from eagle3_data.shards.remote import RemoteShardSet
-from eagle3_data.shards.table import SampleTable
 
 
 class Source(Protocol):
@@ -32,7 +30,6 @@ class Source(Protocol):
 
     def manifest(self) -> Manifest: ...
     def index(self, manifest: Manifest) -> pa.Table: ...
-    def samples(self) -> SampleTable: ...
     def shard(self, name: str) -> contextlib.AbstractContextManager[Path]:
         """The shard as a local file while the context lasts. Raises OSError or ShardCorrupt."""
 
@@ -54,9 +51,6 @@ class FolderSource:
 
     def index(self, manifest: Manifest) -> pa.Table:
         return read_index(self.folder, manifest)
-
-    def samples(self) -> SampleTable:
-        return ShardSet.open(self.folder)
 
     @contextlib.contextmanager
     def shard(self, name: str) -> Iterator[Path]:
@@ -86,9 +80,6 @@ class MirrorSource:
 
     def index(self, manifest: Manifest) -> pa.Table:
         return self._data.index
-
-    def samples(self) -> SampleTable:
-        return self._data
 
     @contextlib.contextmanager
     def shard(self, name: str) -> Iterator[Path]:

@@ -19,12 +19,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3_data import durable
+from eagle3_data.checkpoint import resolve_checkpoint
 from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.train.checkpoint import SavedDraft, read_draft
 from eagle3_data.train.engines import Engine, engine_layers, launch_command
 from eagle3_data.train.lint import Finding, errors_of, lint
 from eagle3_data.train.spec import DraftSpec
-from eagle3_data.train.target import read_target_info, read_target_weights, resolve_checkpoint
+from eagle3_data.train.target import read_target_info, read_target_weights
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SPECULATORS_VERSION = "0.4.0"

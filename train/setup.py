@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle3_data.checkpoint import resolve_checkpoint
 from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.protocol import IDS, MASK
 from eagle3_data.train import vocab as vocab_maps
@@ -25,7 +26,6 @@ from eagle3_data.train.target import (
     TargetWeights,
     read_target_info,
     read_target_weights,
-    resolve_checkpoint,
 )
 from eagle3_data.train.teacher import Teacher, TopKTeacher
 from eagle3_data.train.ttt import TttModel

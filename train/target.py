@@ -22,26 +22,12 @@ from eagle3_data.checkpoint import (
     logit_scale,
     pick,
     read_tensor,
-    resolve_checkpoint,
     text_config,
-    weight_files,
 )
 from eagle3_data.errors import ConfigError
 from eagle3_data.train.rope import RopeSpec
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-
-
-__all__ = [
-    "TargetInfo",
-    "TargetWeights",
-    "read_final_norm",
-    "read_target_info",
-    "read_target_weights",
-    "resolve_checkpoint",
-    "text_config",
-    "weight_files",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

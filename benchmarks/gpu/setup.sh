@@ -1,7 +1,7 @@
 # On the GPU host, from the repository's root:  . benchmarks/gpu/setup.sh CARRIED
 # Unpacks CARRIED/site.tar.xz once, installs this checkout beside it, joins CARRIED/model.* when all parts have come
 # (earlier calls may have brought some: they are collected in $E3D_HOME), and puts the lot on PYTHONPATH.
-E3D_HOME=${E3D_HOME:-/tmp/eagle3-gpu}
+E3D_HOME=${E3D_HOME:-${TMPDIR:-/tmp}/eagle3-gpu}
 mkdir -p "$E3D_HOME/parts"
 if [ ! -e "$E3D_HOME/site/.ready" ] && [ -e "$1/site.tar.xz" ]; then
     mkdir -p "$E3D_HOME/site"

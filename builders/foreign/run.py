@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 
 from eagle3_data import durable
 from eagle3_data.builders.dumps import Dump, Request
@@ -26,6 +24,7 @@ from eagle3_data.builders.foreign.source import Form, Source
 from eagle3_data.builders.ledger import Failure, Ledger
 from eagle3_data.builders.matching.token_count import NO_TOKEN
 from eagle3_data.builders.plan import Plan, PlannedShard, check_plan
+from eagle3_data.builders.resume import as_texts
 from eagle3_data.builders.samples.policy import NOTHING, sample_digest
 from eagle3_data.builders.samples.rows import Chunk, Drop
 from eagle3_data.builders.samples.spec import SampleSpec
@@ -35,10 +34,11 @@ from eagle3_data.builders.stored import make_folder
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.card import write_card
 from eagle3_data.errors import BuildFailed, DumpMismatch, Eagle3Error, InputError, NonFinite
-from eagle3_data.manifest import MANIFEST, Manifest, PlanRow
+from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.protocol import DTYPE_BYTES, RequestId
 from eagle3_data.runlock import RunLock, work_folder
 from eagle3_data.shards.index import consolidate
+from eagle3_data.shards.reader import view_of
 
 OnSample = Callable[[int, int], None]
 """Called with samples done and samples in all."""
@@ -201,15 +201,7 @@ class _Import:
             except Eagle3Error as error:
                 sink.give_up(
                     planned.name,
-                    Failure(
-                        key=sample.key,
-                        id=sample.id,
-                        tokens=sample.tokens,
-                        reason=error.reason,
-                        detail=error.message[:500],
-                        attempts=1,
-                        retry="mend the file, then import into another folder",
-                    ),
+                    Failure.of(sample, error, 1, retry="mend the file, then import into another folder"),
                 )
                 if len(sink.ledger.failures) > allowed:
                     raise BuildFailed(
@@ -235,13 +227,13 @@ class _Import:
                 )
             if not bool(torch.isfinite(tensor).all()):
                 raise NonFinite(f"{name}: NaN or Inf in its {what}")
-            parts.append(_bytes(tensor))
+            parts.append(view_of(tensor.contiguous()))
         fd = os.memfd_create("eagle3-import")
         try:
             with open(fd, "wb", closefd=False) as file:
                 for part in parts:
-                    file.write(part.data)
-            checksum = ":".join(xxhash.xxh3_128_hexdigest(part.data) for part in parts)
+                    file.write(part)
+            checksum = ":".join(xxhash.xxh3_128_hexdigest(part) for part in parts)
             return Dump(fd, 0, NO_TOKEN, checksum, "import")
         except BaseException:
             os.close(fd)
@@ -256,7 +248,7 @@ class _Import:
             "shard_bytes": config.shard_bytes,
             **{f"capture.{name}": value for name, value in self.spec.to_dict().items()},
         }
-        fingerprint = {name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
+        fingerprint = as_texts(fields)
         if (config.out / MANIFEST).exists():
             manifest = Manifest.load(config.out)
             manifest.check_same(fingerprint)
@@ -268,19 +260,7 @@ class _Import:
             samples=store.spec.to_dict(),
             fingerprint=fingerprint,
             matching="imported",
-            plan=PlanRow(
-                samples=len(plan.rows),
-                tokens=plan.total_tokens,
-                nbytes=plan.nbytes,
-                shards=len(plan),
-                shard_bytes=config.shard_bytes,
-                skipped=dict(store.report.dropped),
-            ),
+            plan=plan.row(dict(store.report.dropped)),
         )
         manifest.save(config.out)
         return manifest
-
-
-def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A view of the tensor's memory (made contiguous): uint8 [n]."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()

@@ -299,12 +299,12 @@ def stage_train(folders: Folders, model: Path, minutes: float) -> dict[str, Any]
 
 def stage_evaluate(folders: Folders, model: Path) -> dict[str, Any]:
     """Acceptance length in the real server on held-out prompts, and the same answers without the draft."""
-    from eagle3_data.builders.sink import file_digest
+    from eagle3_data.hub.digest import file_xxh3
     from eagle3_data.train.eval_prompts import read_prompts
     from eagle3_data.train.evaluate import EvalConfig, evaluate_draft, measure_plain
 
     head(6, f"the real server decodes {HELDOUT} held-out prompts with the draft, and without")
-    path, digest = folders.out / "evaluation.json", file_digest(folders.draft / "model.safetensors")
+    path, digest = folders.out / "evaluation.json", file_xxh3(folders.draft / "model.safetensors")
     if path.exists() and json.loads(path.read_text())["draft_digest"] == digest:
         known: dict[str, Any] = json.loads(path.read_text())
         say(f"measured: acceptance length {known['overall']['acceptance_length']:.2f}")

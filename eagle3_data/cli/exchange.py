@@ -8,13 +8,14 @@ from typing import Annotated, Optional
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from eagle3_data.checkpoint import resolve_checkpoint
 from eagle3_data.cli.build import parse_layers, parse_size
 from eagle3_data.cli.progress import console, say
 from eagle3_data.errors import ConfigError
 from eagle3_data.protocol import default_aux_layers
 from eagle3_data.status import format_bytes
 from eagle3_data.train.foreign_drafts import import_draft, is_draft
-from eagle3_data.train.target import TargetInfo, read_final_norm, read_target_info, resolve_checkpoint
+from eagle3_data.train.target import TargetInfo, read_final_norm, read_target_info
 
 OptionalPath = Optional[Path]  # noqa: UP045 - typer evaluates annotations on Python 3.10
 OptionalText = Optional[str]  # noqa: UP045

@@ -34,12 +34,21 @@ def digest_of(pieces: Iterator[bytes]) -> Digest:
 
 
 def file_digest(path: Path) -> Digest:
-    def pieces() -> Iterator[bytes]:
-        with open(path, "rb") as file:
-            while piece := file.read(8 << 20):
-                yield piece
+    return digest_of(_pieces(path))
 
-    return digest_of(pieces())
+
+def file_xxh3(path: Path) -> str:
+    """The fast checksum alone, hex: what manifests name a shard's bytes by."""
+    xxh3 = xxhash.xxh3_128()
+    for piece in _pieces(path):
+        xxh3.update(piece)
+    return xxh3.hexdigest()
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while piece := file.read(8 << 20):
+            yield piece
 
 
 def remote_digest(mirror: Mirror, path: str, nbytes: int) -> Digest:

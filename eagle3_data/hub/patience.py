@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import email.utils
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from eagle3_data.errors import Eagle3Error, MirrorError
 from eagle3_data.hub.redact import redact
+from eagle3_data.shards.http import TRANSIENT, retry_after
 
 T = TypeVar("T")
-RETRIED = (408, 425, 429, 500, 502, 503, 504)
 LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
 """Errors of an operating system or a store that the same call would meet again."""
 TRANSPORT = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp", "botocore")
@@ -42,28 +41,13 @@ def judge(error: BaseException) -> Verdict:
         response = getattr(one, "response", None)
         status = getattr(response, "status_code", None)
         if response is not None and isinstance(status, int):
-            return Verdict(status in RETRIED, retry_after(response.headers), status)
+            return Verdict(status in TRANSIENT, retry_after(response.headers), status)
     for one in chain:
         if isinstance(one, (Eagle3Error, *LASTING)):
             return Verdict(False)
         if isinstance(one, ConnectionError | TimeoutError) or type(one).__module__.split(".")[0] in TRANSPORT:
             return Verdict(True)
     return Verdict(isinstance(error, OSError))
-
-
-def retry_after(headers: Mapping[str, Any]) -> float | None:
-    """Seconds named by a Retry-After header: a number or a date."""
-    text = str(headers.get("Retry-After") or "").strip()
-    if not text:
-        return None
-    try:
-        return max(0.0, float(text))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except ValueError:
-        return None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from eagle3_data import durable
 from eagle3_data.card import CARD
 from eagle3_data.errors import BuildFailed, ManifestMismatch, MirrorError, ShardCorrupt
-from eagle3_data.hub.digest import PIECE_BYTES, file_digest
+from eagle3_data.hub.digest import PIECE_BYTES, file_digest, file_xxh3
 from eagle3_data.hub.mirror import Mirror
 from eagle3_data.hub.notes import read_lines
 from eagle3_data.manifest import FAILURES, MANIFEST, Manifest, ShardRow
@@ -98,7 +98,7 @@ class Pull:
             return False
         if self._checked.get(row.name) == [row.xxh3, stat.st_mtime_ns]:
             return True
-        if file_digest(path).xxh3 != row.xxh3:
+        if file_xxh3(path) != row.xxh3:
             return False
         self._note(row)
         return True

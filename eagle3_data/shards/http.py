@@ -181,7 +181,7 @@ def public(url: str) -> str:
 def _check(response: Response, url: str, start: int, end: int | None) -> None:
     status = response.status
     if status in TRANSIENT:
-        raise TransientError(f"HTTP {status}", _retry_after(response.headers.get("Retry-After")))
+        raise TransientError(f"HTTP {status}", retry_after(response.headers))
     if status == 416:
         raise ShardCorrupt(f"{public(url)} ends before byte {start}", next="the mirror is incomplete; push again")
     if status in (401, 403):
@@ -202,9 +202,10 @@ def _check(response: Response, url: str, start: int, end: int | None) -> None:
             raise DatasetUnavailable(f"{public(url)}: asked for bytes from {start}, got {found!r}")
 
 
-def _retry_after(text: str | None) -> float | None:
-    """Seconds from either form of the header."""
-    if text is None:
+def retry_after(headers: Mapping[str, Any] | http.client.HTTPMessage) -> float | None:
+    """Seconds named by a Retry-After header: a number or a date."""
+    text = str(headers.get("Retry-After") or "").strip()
+    if not text:
         return None
     with contextlib.suppress(ValueError):
         return max(0.0, float(text))

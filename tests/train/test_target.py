@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from eagle3_data.capture import CaptureSpec
+from eagle3_data.checkpoint import weight_files
 from eagle3_data.errors import ConfigError
 from eagle3_data.train.config import DraftConfig
 from eagle3_data.train.spec import draft_spec
-from eagle3_data.train.target import read_target_info, read_target_weights, weight_files
+from eagle3_data.train.target import read_target_info, read_target_weights
 from eagle3_data.train.teacher import Teacher
 
 BASE: dict[str, Any] = {

@@ -44,7 +44,7 @@ def capture(study: Study) -> dict[str, Any]:
     with study.capturing() as server:
         config = BuildConfig(
             out=study.work / "data",
-            inputs=tuple(str(path) for path in sorted(study.work.glob("answers.*.jsonl"))),
+            inputs=tuple(str(path) for path in sorted(study.work.glob("answers.[0-9].jsonl"))),
             model=str(study.model),
             servers=(server.url,),
             flow=FlowConfig(max_inflight=study.options.in_flight),

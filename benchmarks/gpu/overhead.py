@@ -36,7 +36,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.ends = time.monotonic() + options.minutes * 60
-        self.host = Host(device=options.device, log_folder=options.out.parent)
+        self.host = Host(device=options.device, memory_share=0.75, log_folder=options.out.parent)  # two share the GPU
         self.vocab = int(text_config(options.shape)["vocab_size"])
         settings = {key: value for key, value in vars(options).items() if key != "out"}
         self.results = Results(options.out, "overhead", settings, "cpu" if self.host.cpu else "cuda")

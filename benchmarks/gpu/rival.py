@@ -4,8 +4,8 @@
 
 The shards of end_to_end.py are written as SpecForge's offline features (`eagle3-data export --to specforge`) and
 trained by `python -m specforge.cli train`, with our run's number of steps, learning rate, TTT steps and vocabulary map,
-and as many samples a step as make our tokens a step. All else is SpecForge's default. Its tokens/s are those of its log lines,
-by the clock of their arrival, over the second half of the run; its memory is the largest that the driver showed.
+and as many samples a step as make our tokens a step. All else is SpecForge's default. Its tokens/s are those of its log
+lines, by the clock of their arrival, over the second half of the run; its memory is the largest the driver showed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def prepare(study: Study, steps: int) -> tuple[Path, int, float]:
         "run_id": "rival",
         "output_dir": str(folder / "run"),
         "model": {
-            "target_model_path": str(study.model),
+            "target_model_path": str(target_with_index(study.model, folder / "target")),
             "draft_model_config": str(folder / "draft.json"),
             "vocab_mapping_path": str(folder / "vocabulary.pt"),
             "lm_head_key": "model.embed_tokens.weight",
@@ -105,6 +105,20 @@ def prepare(study: Study, steps: int) -> tuple[Path, int, float]:
     path = folder / "run.json"
     path.write_text(json.dumps(run, indent=1))
     return path, batch, mean
+
+
+def target_with_index(model: Path, folder: Path) -> Path:
+    """The target as SpecForge's head loader wants it: it reads no single-file checkpoint without an index."""
+    from safetensors import safe_open
+
+    folder.mkdir(exist_ok=True)
+    for path in model.iterdir():
+        if not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path)
+    with safe_open(model / "model.safetensors", "pt") as file:
+        weight_map = dict.fromkeys(file.keys(), "model.safetensors")  # noqa: SIM118 - not a dict
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
 
 
 def vocabulary_map(draft: Path, vocab: int) -> dict[str, torch.Tensor]:
@@ -144,7 +158,8 @@ def train(study: Study) -> dict[str, Any]:
         watch.over.set()
     result: dict[str, Any] = {"code": code, "train_seconds": time.monotonic() - began, "samples_per_step": batch}
     if code:
-        result["failed_with"] = (folder / "train.log").read_text()[-1500:]
+        study.results.add(stage="train failed", **result, message=(folder / "train.log").read_text()[-1500:])
+        raise SystemExit("SpecForge's trainer failed")
     if len(seen) > 2:
         (t0, s0, _), (t1, s1, last) = seen[len(seen) // 2], seen[-1]
         result |= {"steps": s1, "tokens_per_s": (s1 - s0) * batch * mean / (t1 - t0), "last": last[:300]}

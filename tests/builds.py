@@ -102,9 +102,10 @@ def make_build(
     per_shard: int = 2,
     spec: CaptureSpec = SPEC,
     head: TargetHead | None = None,
+    dump: type[FakeDump] = FakeDump,
 ) -> list[FakeDump]:
     """A complete build with `len(lengths)` samples; returns what is in it, in order."""
-    dumps = [FakeDump(spec, n, seed) for seed, n in enumerate(lengths)]
+    dumps = [dump(spec, n, seed) for seed, n in enumerate(lengths)]
     scratch = folder.parent / f"{folder.name}.dumps"
     scratch.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,8 +114,8 @@ def make_build(
         part = dumps[start : start + per_shard]
         spots = places(spec, part, start)
         shard = OpenShard(folder, shard_name("train", number), spots, spec, head)
-        for place, dump in zip(spots, part, strict=True):
-            put(shard, place, dump, scratch)
+        for place, one in zip(spots, part, strict=True):
+            put(shard, place, one, scratch)
         row = shard.seal()
         assert row is not None
         rows.append(row)

@@ -116,7 +116,7 @@ def target_with_index(model: Path, folder: Path) -> Path:
         if not (folder / path.name).exists():
             (folder / path.name).symlink_to(path)
     with safe_open(model / "model.safetensors", "pt") as file:
-        weight_map = dict.fromkeys(file.keys(), "model.safetensors")  # noqa: SIM118 - not a dict
+        weight_map = dict.fromkeys(file.keys(), "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 

@@ -49,8 +49,8 @@ def capture(study: Study, names: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = study_parser(__doc__)
-    parser.add_argument("--encodings", default="bf16,fp8,topk64,fp8-topk64")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--encodings", default="bf16,fp8,topk64")
+    parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
     study, names = Study(options, "encodings"), options.encodings.split(",")
     study.stage("build", lambda: capture(study, names))

@@ -18,19 +18,21 @@ measure() { # GPUS NAME [argument ...]
 
 study() { measure "$1" "$2" --work "$work" --prompts "$prompts" "${@:3}"; }
 
-measure 0 overhead --soak 10000 --minutes 7 &
+trained() { until [ -e "$work/end_to_end.train.done" ]; do sleep 1; done; }
+
 (
-    measure 1 architectures
+    measure 0 overhead ${OVERHEAD:---soak 10000 --minutes 7}
+    measure 0,1 parallel
+    trained && study 0 rival
+) &
+(
+    measure 1 architectures ${ARCHITECTURES:-} & # these two leave most of the GPU idle
     until [ -e "$E3D_HOME/model/.ready" ]; do sleep 1; done
+    measure 1 fidelity --prompts "$prompts" &
     study 1 end_to_end
-) &
-wait
-measure 0,1 parallel
-measure 0,1 ranks
-study 0 rival &
-(
+    wait
     study 1 encodings
-    measure 1 fidelity --prompts "$prompts"
 ) &
 wait
+measure 0,1 ranks
 touch "$results/over"

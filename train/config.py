@@ -15,6 +15,7 @@ from eagle3_data.capture import Alignment
 from eagle3_data.errors import ConfigError
 
 LossKind = Literal["ce", "kl", "lk_alpha", "lk_lambda"]
+Tracker = Literal["tensorboard", "wandb"]
 Denominator = Literal["tokens", "valid", "batch"]
 
 
@@ -167,8 +168,9 @@ class RunConfig(_Section):
     """Seconds between progress lines."""
     max_skipped_steps: int = Field(default=10, ge=0)
     """Steps in a row with a non-finite gradient that are skipped before the run is stopped."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
-    """Used when installed, through Accelerate; metrics.jsonl is always written."""
+    trackers: tuple[Tracker, ...] | None = None
+    """'tensorboard', 'wandb' (one that is not installed is an error), next to metrics.jsonl, which is always written.
+    None: TensorBoard where it is installed."""
     resume: bool = True
     """Go on from the newest checkpoint in `output` if there is one."""
 

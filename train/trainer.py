@@ -38,6 +38,7 @@ from eagle3_data.train.progress import Meter, MetricsLog, StepResult, evaluation
 from eagle3_data.train.resume import Keeper
 from eagle3_data.train.schedule import progress, rate_factor
 from eagle3_data.train.setup import make_parts
+from eagle3_data.train.tracking import start_trackers
 from eagle3_data.train.vocab import VocabMap
 
 Stopped = Literal["finished", "time", "interrupted", "early_stop"]
@@ -128,7 +129,7 @@ class Trainer:
             output.mkdir(parents=True, exist_ok=True)
             durable.write_text(output / "config.yaml", to_yaml(config))
             self._log = MetricsLog(output / "metrics.jsonl")
-        self.accelerator.init_trackers("eagle3")
+        start_trackers(self.accelerator, config)
         slots = config.batch.prefetch_batches + 1
         pool = BufferPool(
             self.data.capture, positions=self.plan.largest_batch(), count=slots, pinned=device.type == "cuda"

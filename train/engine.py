@@ -14,7 +14,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
-from eagle3_data.errors import ConfigError
+from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.train.config import TrainConfig
 from eagle3_data.train.tracking import chosen_trackers
 
@@ -83,6 +83,17 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.optim.lr, betas=config.optim.betas)
+
+
+def raise_together(failing: float, mine: Exception | None) -> None:
+    """On every rank, when at least one could not read its data: the ranks have summed up how many are `failing`."""
+    if mine is not None:
+        raise mine
+    if failing > 0:
+        raise TrainingError(
+            "another rank could not read its samples and has said why",
+            next="repeat the same command to go on from the last checkpoint",
+        )
 
 
 class StopSignal:

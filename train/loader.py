@@ -22,7 +22,7 @@ from torch import Tensor
 from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, Alignment, CaptureSpec
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.train.alignment import row_masks
-from eagle3_data.train.plan import MicroBatch, Step
+from eagle3_data.train.plan import Cursor, MicroBatch, Step
 from eagle3_data.train.teacher import pack_top
 from eagle3_data.train.ttt import Batch
 
@@ -217,13 +217,18 @@ def to_device(
 
 
 class Prefetcher:
-    """Iterates over `LoadedStep` and then its `HostBatch`es (None for an empty share), read ahead in one thread."""
+    """Iterates over `LoadedStep` and then its `HostBatch`es (None for an empty share), read ahead in one thread.
+
+    What the thread cannot read is not raised here but kept in `error`, with an empty step or batch in its place: the
+    other ranks are about to enter a collective, and this one has to tell them there (`engine.raise_together`).
+    """
 
     def __init__(self, steps: Iterable[Step], collator: Collator, pool: BufferPool, *, depth: int) -> None:
         self._steps, self._collator, self._pool = steps, collator, pool
-        self._queue: queue.Queue[LoadedStep | HostBatch | BaseException | None] = queue.Queue(maxsize=depth + 1)
+        self._queue: queue.Queue[LoadedStep | HostBatch | Exception | None] = queue.Queue(maxsize=depth + 1)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eagle3-prefetch", daemon=True)
+        self.error: Exception | None = None
 
     def __enter__(self) -> Prefetcher:
         self._thread.start()
@@ -242,25 +247,32 @@ class Prefetcher:
 
     def __iter__(self) -> Iterator[tuple[LoadedStep, Iterator[HostBatch | None]]]:
         while (item := self._get()) is not None:
+            if self.error is not None:
+                nothing = torch.zeros(self._collator.steps, dtype=torch.int64)
+                yield LoadedStep(Step((), Cursor()), nothing), iter(())
+                return
             assert isinstance(item, LoadedStep)
             yield item, self._batches(item)
 
     def _batches(self, loaded: LoadedStep) -> Iterator[HostBatch | None]:
         for micro in loaded.step.batches:
-            if micro is None:
+            if micro is None or self.error is not None:
                 yield None
                 continue
             host = self._get()
+            if self.error is not None:
+                yield None
+                continue
             assert isinstance(host, HostBatch)
             yield host
 
-    def _get(self) -> LoadedStep | HostBatch | None:
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
+    def _get(self) -> LoadedStep | HostBatch | Exception | None:
+        item = self._queue.get() if self.error is None else self.error
+        if isinstance(item, Exception):
+            self.error = item
         return item
 
-    def _put(self, item: LoadedStep | HostBatch | BaseException | None) -> None:
+    def _put(self, item: LoadedStep | HostBatch | Exception | None) -> None:
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=0.1)
@@ -282,5 +294,5 @@ class Prefetcher:
                         return
                     self._put(self._collator.collate(micro, buffer))
             self._put(None)
-        except BaseException as error:
-            self._put(error)  # the consumer raises it
+        except Exception as error:
+            self._put(error)

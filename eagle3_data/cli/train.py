@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -108,14 +107,10 @@ def open_samples(folder: Path, servers: tuple[str, ...]) -> contextlib.AbstractC
     from eagle3_data.shards.remote import RemoteShardSet
 
     if servers:
-        from eagle3_data.builders.live import LiveSamples
+        from eagle3_data.builders.live_ranks import Ranks, open_live
         from eagle3_data.builders.stored import recall
 
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                "--server works with one process", next="on several: eagle3-data build to its end, then train"
-            )
-        return LiveSamples(replace(recall(folder), servers=servers), on_text=say)
+        return open_live(replace(recall(folder), servers=servers), Ranks.of_environment(), on_text=say)
     local = (folder / MANIFEST).exists() or folder.is_absolute() or folder.is_dir()
     return contextlib.nullcontext(ShardSet.open(folder) if local else RemoteShardSet.open(mirror_of(folder)))
 

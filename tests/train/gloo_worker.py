@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from eagle3_data.cli.train import open_samples
 from eagle3_data.protocol import MASK
 from eagle3_data.train.config import parse_config
+from eagle3_data.train.loader import Samples
 from eagle3_data.train.trainer import Trainer
 from tests.models import tiny_model
 from tests.train.fakes import random_samples
@@ -30,6 +34,9 @@ class Job:
     """Stop after this step, as a signal to one rank would; 0: never."""
     precision: str = "fp32"
     eval_every: int = 500
+    folder: Path | None = None
+    """A build to train on; None: samples in memory."""
+    servers: tuple[str, ...] = ()
 
 
 def values(job: Job) -> dict[str, Any]:
@@ -45,12 +52,26 @@ def values(job: Job) -> dict[str, Any]:
     }
 
 
-def main(job: Job) -> dict[str, Any]:
-    torch.set_num_threads(1)
+@contextlib.contextmanager
+def samples_of(job: Job) -> Iterator[Samples]:
+    if job.folder is not None:
+        with open_samples(job.folder, job.servers) as samples:
+            yield samples
+        return
     data = random_samples(LENGTHS, width=64, vocab=768, layers=(1, 3, 4))
     for sample, length in zip(data.samples, LENGTHS, strict=True):
         if length == ALONE:
             sample[MASK].zero_()
+    yield data
+
+
+def main(job: Job) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    with samples_of(job) as data:
+        return train(job, data)
+
+
+def train(job: Job, data: Samples) -> dict[str, Any]:
     trainer = Trainer(parse_config(values(job), source="test"), data)
     used: list[list[list[int]]] = []
     make = trainer._step

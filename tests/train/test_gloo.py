@@ -30,7 +30,8 @@ class Ran:
     ranks: list[dict[str, Any]]
 
 
-def run(job: Job, world: int, *, env: dict[str, str] | None = None) -> Ran:
+def launch(job: Job, world: int, *, env: dict[str, str] | None = None) -> list[Any]:
+    """What each rank returned, or its traceback."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
@@ -53,7 +54,11 @@ def run(job: Job, world: int, *, env: dict[str, str] | None = None) -> Ran:
         for process in ranks:
             process.join(10)
             process.kill()
-    results = [answers[rank] for rank in range(world)]
+    return [answers[rank] for rank in range(world)]
+
+
+def run(job: Job, world: int, *, env: dict[str, str] | None = None) -> Ran:
+    results = launch(job, world, env=env)
     for result in results:
         assert isinstance(result, dict), result
     samples = [

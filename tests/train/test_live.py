@@ -28,22 +28,28 @@ from tests.train.conftest import MakeConfig
 COUNT = 24
 
 
-@pytest.fixture
-def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+def unfinished_build(folder: Path, model: Path, *, count: int = COUNT, server_timeout_s: float = 20.0) -> Path:
     """A build that was set up and has not captured anything."""
-    samples = write_samples(tmp_path / "s.jsonl", COUNT, lengths=(6, 60))
-    flow = FlowConfig(max_inflight=2, request_timeout_s=20.0, dump_timeout_s=10.0, server_timeout_s=20.0, retries=0)
+    samples = write_samples(folder / "s.jsonl", count, lengths=(6, 60))
+    flow = FlowConfig(
+        max_inflight=2, request_timeout_s=20.0, dump_timeout_s=10.0, server_timeout_s=server_timeout_s, retries=0
+    )
     remember(
         BuildConfig(
-            out=tmp_path / "data",
+            out=folder / "data",
             inputs=(str(samples),),
-            model=str(tiny_llama),
+            model=str(model),
             servers=("http://nowhere",),
             shard_bytes=128 << 10,
             flow=flow,
         )
     )
-    return tmp_path / "data"
+    return folder / "data"
+
+
+@pytest.fixture
+def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+    return unfinished_build(tmp_path, tiny_llama)
 
 
 def server(tiny_llama: Path, tmp_path: Path, faults: Faults | None = None) -> ReplayServer:

@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
 
@@ -151,6 +151,10 @@ class LiveSamples:
             if found is not None:
                 return found
 
+    def read_into(self, i: int, out: Mapping[str, Tensor]) -> None:
+        """As `ShardSet.read_into`."""
+        copy_rows(self.read(i, tuple(out)), out)
+
     def read_within(self, i: int, columns: Sequence[str] | None, seconds: float) -> dict[str, Tensor] | None:
         """As `read`, but None when the sample has not come in that time. Raises BuildFailed when it will not come."""
         names = tuple(columns or (name for name in COLUMNS if name in self._names))
@@ -213,7 +217,8 @@ class LiveSamples:
                 return
             shards = ShardSet.open(self._config.out)
             self._sealed = {key: (shards, number) for number, key in enumerate(shards.keys)}
-            self._sealed_shards = len(manifest.shards)
+            # not the builder's count: what it has in memory may not be on disk yet
+            self._sealed_shards = len(shards.manifest.shards)
 
     def _run(self) -> None:
         try:
@@ -238,3 +243,9 @@ def empty_sample(capture: CaptureSpec, tokens: int, names: Sequence[str]) -> dic
     """Zeros in the shapes of a sample: takes part in a batch and trains nothing."""
     shapes = {name: (getattr(torch, dtype), shape) for name, dtype, shape in capture.tensors(tokens)}
     return {name: torch.zeros(shapes[name][1], dtype=shapes[name][0]) for name in names}
+
+
+def copy_rows(found: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+    """The first rows of each tensor, as many as there is room for."""
+    for name, target in out.items():
+        target.copy_(found[name][: len(target)])

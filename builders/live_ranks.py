@@ -18,7 +18,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ from typing import Any, cast
 from safetensors.torch import load, save
 from torch import Tensor
 
-from eagle3_data.builders.live import START_S, LiveSamples, empty_sample, stored_sample
+from eagle3_data.builders.live import START_S, LiveSamples, copy_rows, empty_sample, stored_sample
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig
 from eagle3_data.capture import Alignment, CaptureSpec
@@ -179,6 +179,10 @@ class FarSamples:
                 self._open_until_seen(key)
         shards, number = self._sealed[key]
         return shards.read(number, names)
+
+    def read_into(self, i: int, out: Mapping[str, Tensor]) -> None:
+        """As `ShardSet.read_into`."""
+        copy_rows(self.read(i, tuple(out)), out)
 
     def _open_until_seen(self, key: str) -> None:
         deadline = time.monotonic() + SEEN_S

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eagle3_data.train.config import TrainConfig
 from eagle3_data.train.engine import raise_together
-from eagle3_data.train.loader import BufferPool, Collator, HostBatch, Samples, empty_batch, to_device
+from eagle3_data.train.loader import BufferPool, Collator, HostBatch, Samples, empty_batch, position_bytes, to_device
 from eagle3_data.train.losses import BINS, SUMS, StepMetrics, calibration_error, total_loss
 from eagle3_data.train.plan import MicroBatch, share
 from eagle3_data.train.simulate import Walk, walk_answers
@@ -48,6 +48,9 @@ class Heldout:
     def __init__(self, data: Samples, batches: list[MicroBatch], config: TrainConfig) -> None:
         self.data, self.batches, self.config = data, batches, config
         self.empty = empty_batch(data.capture, steps=config.ttt.steps, length=config.batch.pad_multiple)
+        self.positions = max(batch.positions for batch in batches)
+        self.nbytes = self.positions * position_bytes(data.capture)
+        """Host memory of an evaluation."""
 
     def run(self, model: TttModel, accelerator: Accelerator, dtype: torch.dtype) -> HeldoutReport:
         config, device = self.config, accelerator.device
@@ -59,8 +62,7 @@ class Heldout:
             alignment="strict",
             reader_threads=config.batch.reader_threads,
         )
-        positions = max(batch.positions for batch in self.batches)
-        pool = BufferPool(self.data.capture, positions=positions, count=1, pinned=False)
+        pool = BufferPool(self.data.capture, positions=self.positions, count=1, pinned=False)
         sums = torch.zeros(steps, len(SUMS), dtype=torch.float64, device=device)
         calibration = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
         walk = Walk()

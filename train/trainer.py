@@ -134,7 +134,11 @@ class Trainer:
         pool = BufferPool(
             self.data.capture, positions=self.plan.largest_batch(), count=slots, pinned=device.type == "cuda"
         )
-        self._say(f"reading ahead into {slots} buffers, {pool.nbytes / 2**20:,.0f} MiB in all")
+        evaluation = self.heldout.nbytes if self.heldout is not None else 0
+        self._say(
+            f"host memory per rank: {pool.nbytes:,} bytes in {slots} {'pinned ' if pool.pinned else ''}buffers to read "
+            f"ahead, {evaluation:,} bytes during an evaluation"
+        )
         collator = Collator(
             self.data,
             max_sample_tokens=config.data.max_sample_tokens,

@@ -17,7 +17,7 @@ from rich.table import Table
 from eagle3_data import durable
 from eagle3_data.cli.exchange import export_samples
 from eagle3_data.errors import ConfigError, Eagle3Error
-from eagle3_data.manifest import MANIFEST
+from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.train.config import TrainConfig, load_config, override, parse_config, read_yaml, to_yaml
 from eagle3_data.train.presets import PRESETS, preset_values
 
@@ -61,7 +61,7 @@ def train_command(
         config=config, preset=preset, data=data, out=out, target=target, minutes=minutes, assignments=set_ or []
     )
     if print_config:
-        print(to_yaml(settings), end="")
+        print(to_yaml(settings) + memory_note(settings), end="")
         return
     _train(settings, tuple(server or ()))
 
@@ -99,6 +99,19 @@ def gather(
 
 
 _REQUIRED = (("data", "data", "folder"), ("out", "run", "output"))
+
+
+def memory_note(settings: TrainConfig) -> str:
+    """What reading ahead may take at most, as a comment; known once the data's width is."""
+    slots, positions = settings.batch.prefetch_batches + 1, settings.batch.micro_batch_tokens
+    if not (settings.data.folder / MANIFEST).exists():
+        return f"# host memory to read ahead, per rank: {slots * positions:,} positions at most\n"
+    from eagle3_data.train.loader import position_bytes
+
+    each = position_bytes(Manifest.load(settings.data.folder).spec)
+    return (
+        f"# host memory to read ahead, per rank: {slots * positions * each:,} bytes at most ({each:,} per position)\n"
+    )
 
 
 def open_samples(folder: Path, servers: tuple[str, ...]) -> contextlib.AbstractContextManager[Samples]:

@@ -129,6 +129,23 @@ def test_a_sample_that_cannot_be_captured_trains_nothing_and_is_counted(
     assert (manifest.failed, manifest.saved, manifest.state) == ({"non_finite": 1}, COUNT - 1, "complete")
 
 
+def test_a_shard_that_is_sealed_while_the_reader_looks_is_found(
+    folder: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The builder knows of a shard before the manifest on disk does; a reader that looked then never looked again."""
+    save = Manifest.save
+    with server(tiny_llama, tmp_path) as running, open_samples(folder, (running.url,)) as samples:
+
+        def look_and_save(manifest: Manifest, out: Path) -> None:
+            samples._refresh()  # type: ignore[attr-defined]
+            save(manifest, out)
+
+        monkeypatch.setattr(Manifest, "save", look_and_save)
+        samples.expect(range(COUNT))
+        for i in range(COUNT):
+            assert samples.read(i)[AUX].any()
+
+
 def test_too_many_failures_end_the_training(
     folder: Path, tiny_llama: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:

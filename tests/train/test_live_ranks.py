@@ -81,7 +81,7 @@ def test_two_ranks_finish_a_build_while_they_train_on_it(tiny_llama: Path, tmp_p
     folder = unfinished_build(tmp_path, tiny_llama)
     replay = Replay(tmp_path / "spool", tiny_llama, free_port(), Faults(dump={4: "nan"}))
     with replay.running() as (url, finish):
-        live = run(Job(tmp_path / "live", folder=folder, servers=(url,), epochs=1), 2)
+        live = run(Job(tmp_path / "live", folder, servers=(url,), epochs=1), 2)
         assert finish() == COUNT  # none asked for twice
     assert len(set(live.steps)) == 1
     manifest = Manifest.load(folder)
@@ -94,13 +94,13 @@ def test_two_ranks_finish_a_build_while_they_train_on_it(tiny_llama: Path, tmp_p
 def test_two_ranks_train_as_one_on_what_is_captured_meanwhile(tiny_llama: Path, tmp_path: Path) -> None:
     folder = unfinished_build(tmp_path, tiny_llama)
     with Replay(tmp_path / "spool", tiny_llama, free_port()).running() as (url, _):
-        live = run(Job(tmp_path / "live", folder=folder, servers=(url,), epochs=2), 2)
-    assert_same(live, run(Job(tmp_path / "whole", folder=folder), 1))
+        live = run(Job(tmp_path / "live", folder, servers=(url,), epochs=2), 2)
+    assert_same(live, run(Job(tmp_path / "whole", folder), 1))
 
 
 def test_a_server_that_dies_ends_all_ranks_and_the_run_goes_on_with_the_next(tiny_llama: Path, tmp_path: Path) -> None:
     folder = unfinished_build(tmp_path, tiny_llama, server_timeout_s=2.0)
-    job = Job(tmp_path / "run", folder=folder, epochs=1)
+    job = Job(tmp_path / "run", folder, epochs=1)
     with Replay(tmp_path / "spool", tiny_llama, free_port(), die_after=9).running() as (url, _):
         ended = launch(replace(job, servers=(url,)), 2)
     assert all(isinstance(answer, str) for answer in ended), ended
@@ -146,7 +146,7 @@ def test_two_ranks_capture_from_the_real_server_what_a_build_captures(
     build(config, on_tick=lambda tick: None, on_text=lambda text: None)
     live = unfinished_build(tmp_path, llama_server.model, count=12)
     remember(replace(recall(live), flow=config.flow))
-    ran = run(Job(tmp_path / "run", folder=live, servers=(llama_server.url,), epochs=1), 2)
+    ran = run(Job(tmp_path / "run", live, servers=(llama_server.url,), epochs=1), 2)
     assert len(set(ran.steps)) == 1
     shards = [ShardSet.open(folder) for folder in (built, live)]
     assert shards[0].keys == shards[1].keys

@@ -65,7 +65,10 @@ class DraftConfig(_Section):
     fc_init: Literal["identity", "random"] = "identity"
     """Start `fc` as the last aux state passed through unchanged, or from noise (all rivals)."""
     init_from: Path | None = None
-    """Warm start from a checkpoint or an SGLang export; keeps its vocabulary map."""
+    """Warm start from a checkpoint or an export of either engine."""
+    init_vocab: Literal["keep", "data"] = "keep"
+    """Warm start: 'keep' its vocabulary map, or make one from this 'data': `lm_head` rows of tokens that both have are
+    kept, the others start as `head_init` says."""
 
     @model_validator(mode="after")
     def _one_norm(self) -> DraftConfig:

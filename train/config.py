@@ -15,6 +15,7 @@ from eagle3_data.capture import Alignment
 from eagle3_data.errors import ConfigError
 
 LossKind = Literal["ce", "kl", "lk_alpha", "lk_lambda"]
+Tracker = Literal["tensorboard", "wandb"]
 Denominator = Literal["tokens", "valid", "batch"]
 
 
@@ -64,7 +65,10 @@ class DraftConfig(_Section):
     fc_init: Literal["identity", "random"] = "identity"
     """Start `fc` as the last aux state passed through unchanged, or from noise (all rivals)."""
     init_from: Path | None = None
-    """Warm start from a checkpoint or an SGLang export; keeps its vocabulary map."""
+    """Warm start from a checkpoint or an export of either engine."""
+    init_vocab: Literal["keep", "data"] = "keep"
+    """Warm start: 'keep' its vocabulary map, or make one from this 'data': `lm_head` rows of tokens that both have are
+    kept, the others start as `head_init` says."""
 
     @model_validator(mode="after")
     def _one_norm(self) -> DraftConfig:
@@ -167,8 +171,9 @@ class RunConfig(_Section):
     """Seconds between progress lines."""
     max_skipped_steps: int = Field(default=10, ge=0)
     """Steps in a row with a non-finite gradient that are skipped before the run is stopped."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
-    """Used when installed, through Accelerate; metrics.jsonl is always written."""
+    trackers: tuple[Tracker, ...] | None = None
+    """'tensorboard', 'wandb' (one that is not installed is an error), next to metrics.jsonl, which is always written.
+    None: TensorBoard where it is installed."""
     resume: bool = True
     """Go on from the newest checkpoint in `output` if there is one."""
 

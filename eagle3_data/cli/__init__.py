@@ -24,7 +24,7 @@ COMMANDS = {
     "train": ("train", "train_command", "Train an EAGLE-3 draft on a build."),
     "export": ("train", "export_command", "Write a draft for SGLang or vLLM, samples for other trainers."),
     "import": ("exchange", "import_command", "Take over drafts and states of SpecForge and speculators."),
-    "evaluate": ("train", "evaluate_command", "Acceptance length in the real server."),
+    "evaluate": ("evaluate", "evaluate_command", "Acceptance length in the real server."),
     "demo": ("demo", "demo_command", "The whole way in ten minutes on a CPU."),
 }
 """Command -> (module of this package, function, summary), in the order of the data's way."""

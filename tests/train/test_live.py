@@ -28,22 +28,28 @@ from tests.train.conftest import MakeConfig
 COUNT = 24
 
 
-@pytest.fixture
-def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+def unfinished_build(folder: Path, model: Path, *, count: int = COUNT, server_timeout_s: float = 20.0) -> Path:
     """A build that was set up and has not captured anything."""
-    samples = write_samples(tmp_path / "s.jsonl", COUNT, lengths=(6, 60))
-    flow = FlowConfig(max_inflight=2, request_timeout_s=20.0, dump_timeout_s=10.0, server_timeout_s=20.0, retries=0)
+    samples = write_samples(folder / "s.jsonl", count, lengths=(6, 60))
+    flow = FlowConfig(
+        max_inflight=2, request_timeout_s=20.0, dump_timeout_s=10.0, server_timeout_s=server_timeout_s, retries=0
+    )
     remember(
         BuildConfig(
-            out=tmp_path / "data",
+            out=folder / "data",
             inputs=(str(samples),),
-            model=str(tiny_llama),
+            model=str(model),
             servers=("http://nowhere",),
             shard_bytes=128 << 10,
             flow=flow,
         )
     )
-    return tmp_path / "data"
+    return folder / "data"
+
+
+@pytest.fixture
+def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+    return unfinished_build(tmp_path, tiny_llama)
 
 
 def server(tiny_llama: Path, tmp_path: Path, faults: Faults | None = None) -> ReplayServer:
@@ -121,6 +127,23 @@ def test_a_sample_that_cannot_be_captured_trains_nothing_and_is_counted(
     assert state.skipped_steps == 0
     manifest = Manifest.load(folder)
     assert (manifest.failed, manifest.saved, manifest.state) == ({"non_finite": 1}, COUNT - 1, "complete")
+
+
+def test_a_shard_that_is_sealed_while_the_reader_looks_is_found(
+    folder: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The builder knows of a shard before the manifest on disk does; a reader that looked then never looked again."""
+    save = Manifest.save
+    with server(tiny_llama, tmp_path) as running, open_samples(folder, (running.url,)) as samples:
+
+        def look_and_save(manifest: Manifest, out: Path) -> None:
+            samples._refresh()  # type: ignore[attr-defined]
+            save(manifest, out)
+
+        monkeypatch.setattr(Manifest, "save", look_and_save)
+        samples.expect(range(COUNT))
+        for i in range(COUNT):
+            assert samples.read(i)[AUX].any()
 
 
 def test_too_many_failures_end_the_training(

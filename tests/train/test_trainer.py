@@ -173,10 +173,36 @@ def test_warm_start_keeps_weights_and_vocabulary(make_config: MakeConfig, data: 
     for name, parameter in trainer.core.draft.named_parameters():
         assert torch.equal(parameter.detach(), saved[name]), name
     assert torch.equal(trainer.keeper._maps["d2t"], saved["d2t"])
+    assert trainer.keeper._maps["d2t"].tolist() != make_anew(make_config, other, tmp_path / "anew").tolist()
     with pytest.raises(ConfigError, match="draft vocabulary of 256"):
         Trainer(
             make_config(f"draft.init_from={first.checkpoint}", "draft.vocab_size=128", output=tmp_path / "x"), other
         )
+
+
+def make_anew(make_config: MakeConfig, data: MemorySamples, output: Path) -> torch.Tensor:
+    d2t: torch.Tensor = Trainer(make_config(output=output), data).keeper._maps["d2t"]
+    return d2t
+
+
+def test_warm_start_takes_the_datas_vocabulary_when_told(
+    make_config: MakeConfig, data: MemorySamples, tmp_path: Path
+) -> None:
+    first = Trainer(make_config("optim.epochs=1", output=tmp_path / "first"), data).run()
+    saved = load_file(first.checkpoint / DRAFT)
+    other = random_samples(LENGTHS, width=64, vocab=768, layers=(1, 3, 4), seed=9)
+    told = (f"draft.init_from={first.checkpoint}", "draft.init_vocab=data", "draft.vocab_size=128")
+    trainer = Trainer(make_config(*told, output=tmp_path / "second"), other)
+    maps, draft = trainer.keeper._maps, trainer.core.draft
+    assert maps["d2t"].shape == (128,)
+    assert torch.equal(draft.fc.weight.detach(), saved["fc.weight"])
+    kept = (torch.arange(128) + maps["d2t"]).tolist()
+    before = (torch.arange(256) + saved["d2t"]).tolist()
+    common = sorted(set(kept) & set(before))
+    assert 0 < len(common) < 128
+    ours, theirs = draft.lm_head.weight.detach(), saved["lm_head.weight"]
+    for token in common:
+        assert torch.equal(ours[kept.index(token)], theirs[before.index(token)])
 
 
 def test_warm_start_from_either_engines_export(
@@ -235,10 +261,3 @@ def test_bf16_keeps_float32_master_weights(make_config: MakeConfig, data: Memory
     }
     assert report.state.last_loss == pytest.approx(wide.state.last_loss, rel=0.03)
     assert report.state.last_loss != wide.state.last_loss
-
-
-def test_trackers_get_the_metrics(make_config: MakeConfig, data: MemorySamples) -> None:
-    pytest.importorskip("tensorboard")
-    report = Trainer(make_config("optim.epochs=1", "run.trackers=[tensorboard]"), data).run()
-    events = [path for path in report.output.rglob("events.out.tfevents.*") if path.stat().st_size > 500]
-    assert events

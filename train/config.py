@@ -102,8 +102,9 @@ class LossConfig(_Section):
     """lk_lambda: weight of the cross-entropy is lk_scale * exp(-lk_decay * acceptance)."""
     lk_decay: float = Field(default=3.0, ge=0.0)
     """See lk_scale."""
-    chunk_bytes: int = Field(default=256 << 20, ge=1 << 16)
-    """Logits held at once; the loss works through the positions in chunks of this size."""
+    chunk_bytes: int | None = Field(default=None, ge=1 << 16)
+    """Logits held at once; the loss works through the positions in chunks of this size. None: 2 GiB on a GPU, 256 MiB
+    on a CPU."""
 
 
 class BatchConfig(_Section):

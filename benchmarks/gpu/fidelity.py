@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, host: Host, results: Results, memory: Path) -> None:
-    folder = make_checkpoint(options.out.parent / "models")
+    folder = make_checkpoint(memory / "models")
     every = read_prompts(options.prompts, str(folder), trust_remote_code=False, limit=None)
     chosen = [list(prompt.input_ids) for prompt in every[:: max(1, len(every) // options.limit)][: options.limit]]
     full: list[list[int]] = []

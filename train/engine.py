@@ -6,17 +6,27 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import FrameType
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
 from torch import nn
 
 from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.train.config import TrainConfig
 from eagle3_data.train.tracking import chosen_trackers
+
+PATIENCE = timedelta(hours=1)
+"""How long a rank waits in a collective: longer than a live build waits for its servers, or rank 0 counts a vocabulary.
+NCCL's own ten minutes would end the run before the error that says why."""
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
@@ -31,7 +41,10 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         project_dir=str(config.run.output),
         fsdp_plugin=plugin,
         # the embedding and the target's head are large buffers, equal on every rank from the start
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=PATIENCE),
+        ],
     )
     if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # torch shards on CPUs, too; Accelerate would go on with DDP there and not say so

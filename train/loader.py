@@ -252,7 +252,7 @@ class Prefetcher:
 
     def __iter__(self) -> Iterator[tuple[LoadedStep, Iterator[HostBatch | None]]]:
         while (item := self._get()) is not None:
-            if self.error is not None:
+            if isinstance(item, Exception):
                 nothing = torch.zeros(self._collator.steps, dtype=torch.int64)
                 yield LoadedStep(Step((), Cursor()), nothing), iter(())
                 return
@@ -265,11 +265,7 @@ class Prefetcher:
                 yield None
                 continue
             host = self._get()
-            if self.error is not None:
-                yield None
-                continue
-            assert isinstance(host, HostBatch)
-            yield host
+            yield host if isinstance(host, HostBatch) else None
 
     def _get(self) -> LoadedStep | HostBatch | Exception | None:
         item = self._queue.get() if self.error is None else self.error

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Event
@@ -132,6 +133,19 @@ def test_rank_0_answers_only_who_has_read_the_note(tiny_llama: Path, tmp_path: P
             note_path(folder).write_text(json.dumps(note))
         with pytest.raises(BuildFailed, match="does not answer"):
             far.read(5)
+
+
+def test_a_rank_that_comes_first_waits_past_the_note_of_an_earlier_run(tiny_llama: Path, tmp_path: Path) -> None:
+    folder = unfinished_build(tmp_path, tiny_llama)
+    note_path(folder).write_text(json.dumps({"host": "127.0.0.1", "port": free_port(), "token": "0" * 32}))
+    spec = replace(SPEC, model=str(tiny_llama), vocab_size=VOCAB, width=64)
+    with ThreadPoolExecutor() as pool, ReplayServer(tmp_path / "spool", spec) as server:
+        waiting = pool.submit(FarSamples, folder)
+        with open_live(replace(recall(folder), servers=(server.url,)), Ranks(0, 2, "127.0.0.1"), on_text=print) as near:
+            far = waiting.result(timeout=120)
+            out = torch.zeros(3, 192)
+            far.read_into(2, {AUX: out})
+            assert torch.equal(out, near.read(2)[AUX][:3])
 
 
 @pytest.mark.server

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.manifest import Manifest
-from eagle3_data.protocol import LAST
+from eagle3_data.protocol import AUX, LAST
 from eagle3_data.shards import ShardSet
 from eagle3_data.train.checkpoint import DRAFT, OPTIMIZER, TrainState, checkpoints, read_draft
 from eagle3_data.train.config import load_config
 from eagle3_data.train.export import export_draft
+from eagle3_data.train.plan import Cursor
 from eagle3_data.train.trainer import Trainer, TrainReport
 from tests.builds import make_build
 from tests.train.conftest import MakeConfig
@@ -144,6 +145,32 @@ def test_too_many_bad_steps_stop_the_run(make_config: MakeConfig, data: MemorySa
         sample[LAST][:] = float("nan")
     with pytest.raises(TrainingError, match="3 steps in a row"):
         Trainer(make_config("run.max_skipped_steps=2"), data).run()
+
+
+@pytest.mark.parametrize("where", ["training", "held out"])
+def test_what_cannot_be_read_ends_the_run_with_its_own_error(
+    make_config: MakeConfig, data: MemorySamples, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a step that was short of a sample is not saved."""
+    config = make_config("run.checkpoint_every_steps=1", "batch.batches_per_step=3", "optim.epochs=1")
+    plan = Trainer(config, data).plan
+    heldout = plan.split.holdout.tolist()
+    second = next(iter(list(plan.steps(Cursor(), rank=0, world=1, epochs=1))[1:])).batches[1]
+    assert second is not None
+    bad = heldout[0] if where == "held out" else second.samples[0]
+    read = MemorySamples.read
+
+    def broken(self: MemorySamples, i: int, columns: tuple[str, ...]) -> dict[str, torch.Tensor]:
+        if i == bad and AUX in columns:
+            raise OSError("disk is gone")
+        return read(self, i, columns)
+
+    monkeypatch.setattr(MemorySamples, "read", broken)
+    with pytest.raises(OSError, match="disk is gone"):
+        Trainer(config, data).run()
+    saved = [int(folder.name.removeprefix("step-")) for folder in checkpoints(config.run.output)]
+    assert saved == ([1] if where == "training" else saved)
+    assert not (config.run.output / "best").exists()
 
 
 def test_early_stop(make_config: MakeConfig, data: MemorySamples) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +17,8 @@ from eagle3_data.protocol import CaptureInfo
 from eagle3_data.server.client import ServerClient
 
 PROBE_S = 2.0
+CameBack = Callable[[Sequence[CaptureInfo]], Awaitable[None]]
+"""Called with what a server says of itself, one info per data-parallel rank, before it gets work again."""
 SPOOL_MARGIN = 1 << 20
 """Left free in the spool beyond the next sample, bytes: headers, error records."""
 
@@ -83,8 +85,10 @@ class ServerPool:
         flow: FlowConfig,
         bytes_per_token: int,
         fits: Callable[[CaptureInfo, str], None],
+        came_back: CameBack,
     ) -> None:
         self.servers, self.flow, self.bytes_per_token, self._fits = list(servers), flow, bytes_per_token, fits
+        self._came_back = came_back
         self._changed = asyncio.Condition()
         self._probes: set[asyncio.Task[None]] = set()
         self._dead_since: float | None = None
@@ -159,11 +163,13 @@ class ServerPool:
         while True:
             await asyncio.sleep(PROBE_S)
             try:
-                (info, *_) = await server.client.capture_infos()
-                self._fits(info, server.client.url)
+                infos = await server.client.capture_infos()
+                for info in infos:
+                    self._fits(info, server.client.url)
             except Eagle3Error:
                 continue
-            server.info, server.alive, self._dead_since = info, True, None
+            await self._came_back(infos)
+            server.info, server.alive, self._dead_since = infos[0], True, None
             async with self._changed:
                 self._changed.notify_all()
             return

@@ -67,8 +67,10 @@ class ShardSink:
     def reopen(self) -> None:
         """Open what an earlier run left unsealed, so that all counts begin with what is there and never go down."""
         names = {path.name for path in (self.folder / "data").glob(f"*{self.manifest.split}-*")}
+        sealed = {row.name for row in self.manifest.shards}
         for planned in chain.from_iterable(self.plans):
-            if planned.name in names or notes_path(self.folder, planned.name).name in names:
+            here = planned.name in names or notes_path(self.folder, planned.name).name in names
+            if here and planned.name not in sealed:
                 self.open_shard(planned)
 
     def open_shard(self, planned: PlannedShard) -> list[int]:

@@ -47,7 +47,8 @@ class Faults:
     reply: dict[int, str] = field(default_factory=dict)
     """'500', 'reset', 'hang', '400', 'short' (counts one token less)."""
     dump: dict[int, str] = field(default_factory=dict)
-    """'nan', 'none', 'late', 'truncated', 'other_ids', 'other_rid', 'fewer_rows', 'flipped_byte', 'error'."""
+    """'nan', 'none', 'late', 'truncated', 'other_ids', 'other_rid', 'fewer_rows', 'flipped_byte', 'error' (the
+    server's disk is full), 'failed' (it could not dump this one)."""
     share: float = 0.0
     """Of the requests that get a random fault of `kinds`."""
     kinds: tuple[str, ...] = ("500", "reset", "hang")
@@ -163,8 +164,9 @@ class ReplayServer:
             task = asyncio.get_running_loop().create_task(self._late(rid, ids))
             self._tasks.add(task)
             return
-        if fault == "error":
-            record = DumpError(rid=rid, reason="disk", detail="injected", instance=self.instance)
+        if fault in ("error", "failed"):
+            reason = "disk" if fault == "error" else "internal"
+            record = DumpError(rid=rid, reason=reason, detail="injected", instance=self.instance)
             (self.spool / f"{rid}{ERROR_SUFFIX}").write_text(record.to_json())
             return
         write_dump(self.spool, rid, ids, self.spec, self.instance, fault, self.head)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +19,23 @@ from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.builders.stored import remember
 from eagle3_data.cli import main
 from eagle3_data.cli.build import print_report
-from eagle3_data.errors import BuildFailed, ConfigError, ManifestMismatch, ServerError, ServerUnfit
+from eagle3_data.errors import (
+    BuildFailed,
+    ConfigError,
+    ConnectionLost,
+    DiskFull,
+    DumpCorrupt,
+    DumpFailed,
+    DumpMismatch,
+    DumpMissing,
+    ManifestMismatch,
+    NonFinite,
+    RequestRejected,
+    RequestTimeout,
+    ServerError,
+    ServerUnfit,
+    SpoolFull,
+)
 from eagle3_data.journal import journal_path, read_tail
 from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import ids_digest
@@ -86,6 +103,7 @@ def test_same_dumps_same_bytes_in_any_order(builds: Builds) -> None:
         ("flipped_byte", "corrupt"),
         ("none", "no_dump"),
         ("error", "spool_full"),
+        ("failed", "dump_failed"),
         ("nan", "non_finite"),
     ],
 )
@@ -97,6 +115,18 @@ def test_a_bad_dump_is_never_saved(builds: Builds, fault: str, reason: str) -> N
     assert report.complete
     assert report.retried == {reason: 2}
     assert report.saved == 12
+
+
+def test_every_class_of_failure_has_a_name_of_its_own_and_is_in_the_docs() -> None:
+    """What ledgers count by, and whether it is tried again: the table of docs/extraction.md, held to the code."""
+    text = (Path(__file__).parents[2] / "docs/extraction.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (yes|no)", text, re.MULTILINE))
+    classes = [
+        *(ServerError, ServerUnfit, ConnectionLost, RequestTimeout, RequestRejected, DumpMissing, DumpFailed),
+        *(SpoolFull, DumpMismatch, DumpCorrupt, NonFinite, DiskFull),
+    ]
+    assert rows == {kind.reason: "yes" if kind.retryable else "no" for kind in classes}
+    assert len(rows) == len(classes)
 
 
 def test_cut_prompt_is_a_mismatch(builds: Builds) -> None:

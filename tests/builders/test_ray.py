@@ -25,7 +25,7 @@ from eagle3_data.verify import verify
 from tests.builders.conftest import Builds, write_samples
 from tests.builders.test_build import check_content
 
-SAMPLES = 240
+SAMPLES = 160
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_a_worker_is_killed_the_driver_interrupted_and_the_data_is_one_machines(
             disturb(tick)
 
     with builds.server(spool="spool-a") as one, builds.server(spool="spool-b") as two:
-        one.delay_s = two.delay_s = 0.2
+        one.delay_s = two.delay_s = 0.15
         config = builds.config(
             "out", samples, one.url, two.url, engine="ray", max_inflight=4, interval_s=0.05, retries=9
         )

@@ -23,10 +23,12 @@ from eagle3_data.status import read_status
 from eagle3_data.verify import verify
 from tests.builders.conftest import Builds, write_samples
 from tests.builders.test_encoded_builds import bf16_server
+from tests.models import tiny_model
 from tests.replay import Faults
 from tests.test_status import START
 
 DISK = 4 << 20
+SAMPLES = 40
 
 
 @pytest.fixture(autouse=True)
@@ -83,10 +85,27 @@ class Times:
         return self.real(*arguments, **names)
 
 
-def calm_and(builds: Builds, samples: Path, faults: Callable[[], Faults], **changes: Any) -> dict[str, bytes]:
-    with bf16_server(builds, faults()) as server:
-        builds.run("calm", samples, server.url, max_inflight=1, max_failure_share=1.0, **changes)
-    return builds.shards("calm")
+class Calm:
+    """Undisturbed builds of the same samples, made once per encoding."""
+
+    def __init__(self, folder: Path) -> None:
+        self.builds, self._found = Builds(folder, tiny_model("llama")), dict[str, dict[str, bytes]]()
+        self.samples = write_samples(folder / "s.jsonl", SAMPLES, lengths=(20, 60))
+
+    def shards(self, encoding: str = "bf16") -> dict[str, bytes]:
+        if encoding not in self._found:
+            with bf16_server(self.builds, bad()) as server:
+                report = self.builds.run(
+                    encoding, self.samples, server.url, max_inflight=1, max_failure_share=1.0, encoding=encoding
+                )
+            assert report.failed == {"rejected": 2}
+            self._found[encoding] = self.builds.shards(encoding)
+        return self._found[encoding]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    return Calm(tmp_path_factory.mktemp("calm"))
 
 
 def bad() -> Faults:
@@ -95,9 +114,7 @@ def bad() -> Faults:
 
 
 @pytest.mark.parametrize("where", ["reserve", "index", "rename", "manifest", "notes", "ledger", "bytes", "card"])
-def test_every_write_waits_for_space(builds: Builds, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    samples = write_samples(builds.folder / "s.jsonl", 40, lengths=(20, 60))
-    calm = calm_and(builds, samples, bad)
+def test_every_write_waits_for_space(builds: Builds, calm: Calm, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     spots: dict[str, tuple[Any, str, Any]] = {
         "bytes": (writer, "write_at", writer.write_at),
         "reserve": (writer.os, "posix_fallocate", os.posix_fallocate),
@@ -108,7 +125,7 @@ def test_every_write_waits_for_space(builds: Builds, monkeypatch: pytest.MonkeyP
     }
     seen: list[str] = []
     with bf16_server(builds, bad()) as server:
-        config = builds.config("out", samples, server.url, max_inflight=1, max_failure_share=1.0, interval_s=0.01)
+        config = builds.config("out", calm.samples, server.url, max_inflight=1, max_failure_share=1.0, interval_s=0.01)
         times: list[Times] = []
 
         def begin(tick: Tick) -> None:
@@ -136,21 +153,20 @@ def test_every_write_waits_for_space(builds: Builds, monkeypatch: pytest.MonkeyP
         report = build(config, on_tick=begin, on_text=builds.texts.append)
     assert times[0].met == (2 if where == "ledger" else 3), "the disk was full"
     assert report.complete
-    assert (report.saved, report.failed) == (38, {"rejected": 2})
+    assert (report.saved, report.failed) == (SAMPLES - 2, {"rejected": 2})
     assert where == "ledger" or any("no space" in note for note in seen), "status says what is waited for"
-    assert builds.shards("out") == calm
+    assert builds.shards("out") == calm.shards()
     assert verify(config.out).problems == []
     assert len((config.out / "failures.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("encoding", ["bf16", "bf16-planes"])
 def test_a_real_disk_fills_up_again_and_again(
-    builds: Builds, small_disk: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+    builds: Builds, calm: Calm, small_disk: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
     """Whoever shares the disk takes every free byte, before each step of a seal in turn, and later gives it back."""
-    samples = write_samples(builds.folder / "s.jsonl", 60, lengths=(20, 60))
-    calm = calm_and(builds, samples, bad, encoding=encoding)
-    assert sum(map(len, calm.values())) > 1 << 20
+    whole = calm.shards(encoding)
+    assert sum(map(len, whole.values())) > DISK // 8
     ballast, began, notes = Ballast(small_disk), list[Tick](), list[str]()
     filled = iter(range(10**6))
 
@@ -178,32 +194,38 @@ def test_a_real_disk_fills_up_again_and_again(
 
     with bf16_server(builds, bad()) as server:
         config = builds.config(
-            "disk/out", samples, server.url, max_inflight=1, max_failure_share=1.0, interval_s=0.01, encoding=encoding
+            "disk/out",
+            calm.samples,
+            server.url,
+            max_inflight=1,
+            max_failure_share=1.0,
+            interval_s=0.01,
+            encoding=encoding,
         )
         report = build(config, on_tick=watch, on_text=builds.texts.append)
     ballast.free()
     assert report.complete
     assert len(notes) >= 5
-    assert builds.shards("disk/out") == calm
+    assert builds.shards("disk/out") == whole
     assert verify(config.out).problems == []
     assert read_status(config.out).state == "COMPLETE"
 
 
-def test_a_seal_that_broke_off_while_moving_is_not_begun_again(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seal_that_broke_off_while_moving_is_not_begun_again(
+    builds: Builds, calm: Calm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Space was reserved and the disk is full all the same: the run ends, the next captures what does not hold."""
-    samples = write_samples(builds.folder / "s.jsonl", 40, lengths=(20, 60))
-    calm = calm_and(builds, samples, bad)
     with bf16_server(builds, bad()) as server:
         with monkeypatch.context() as patch:
             patch.setattr(writer, "_move_left", full)
             from eagle3_data.errors import BuildFailed
 
             with pytest.raises(BuildFailed, match="could not be closed"):
-                builds.run("out", samples, server.url, max_inflight=1, max_failure_share=1.0)
+                builds.run("out", calm.samples, server.url, max_inflight=1, max_failure_share=1.0)
         server.faults = Faults()
-        report = builds.run("out", samples, server.url, max_inflight=1, max_failure_share=1.0)
+        report = builds.run("out", calm.samples, server.url, max_inflight=1, max_failure_share=1.0)
     assert report.complete
-    assert builds.shards("out") == calm
+    assert builds.shards("out") == calm.shards()
     assert verify(builds.folder / "out").ok
 
 

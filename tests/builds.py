@@ -102,10 +102,11 @@ def make_build(
     per_shard: int = 2,
     spec: CaptureSpec = SPEC,
     head: TargetHead | None = None,
+    dump: type[FakeDump] = FakeDump,
     dumps: Sequence[FakeDump] | None = None,
 ) -> list[FakeDump]:
     """A complete build with `len(lengths)` samples, or of `dumps`; returns what is in it, in order."""
-    dumps = [FakeDump(spec, n, seed) for seed, n in enumerate(lengths)] if dumps is None else list(dumps)
+    dumps = [dump(spec, n, seed) for seed, n in enumerate(lengths)] if dumps is None else list(dumps)
     scratch = folder.parent / f"{folder.name}.dumps"
     scratch.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,8 +115,8 @@ def make_build(
         part = dumps[start : start + per_shard]
         spots = places(spec, part, start)
         shard = OpenShard(folder, shard_name("train", number), spots, spec, head)
-        for place, dump in zip(spots, part, strict=True):
-            put(shard, place, dump, scratch)
+        for place, one in zip(spots, part, strict=True):
+            put(shard, place, one, scratch)
         row = shard.seal()
         assert row is not None
         rows.append(row)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.state import PartialState
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
+from eagle3_data.errors import ConfigError
 from eagle3_data.train.config import TrainConfig
 
 
@@ -22,13 +25,55 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     precision = config.run.precision
     if precision == "auto":
         precision = "bf16" if torch.cuda.is_available() else "fp32"
-    return Accelerator(
+    plugin = fsdp2_plugin(bf16=precision == "bf16")
+    accelerator = Accelerator(
         mixed_precision="bf16" if precision == "bf16" else "no",
         log_with=list(trackers) or None,
         project_dir=str(config.run.output),
+        fsdp_plugin=plugin,
         # the embedding and the target's head are large buffers, equal on every rank from the start
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
+    if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        # torch shards on CPUs, too; Accelerate would go on with DDP there and not say so
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as `AcceleratorState` does on GPUs
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def fsdp2_plugin(*, bf16: bool) -> FullyShardedDataParallelPlugin | None:
+    """FSDP2 as this loop needs it, when `accelerate launch --use_fsdp` asks for it; None otherwise.
+
+    The whole unroll is one unit: its parts are called many times a step and by other names than `forward`. Accelerate's
+    own bf16 policy would round the row counts that go in, the float64 sums that come out, and the sums of gradients.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    if os.environ.get("FSDP_VERSION", "1") != "2":
+        raise ConfigError("FSDP 1 is not supported", next="accelerate launch --use_fsdp --fsdp_version 2")
+    if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        raise ConfigError("fsdp_offload_params is not supported", next="leave it off: only the draft is sharded")
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    compute = torch.bfloat16 if bf16 else None
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="NO_WRAP",
+        cpu_ram_efficient_loading=False,  # every rank has the same weights from the seed
+        mixed_precision_policy=MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+    )
+
+
+def shard_again(model: nn.Module) -> None:
+    """Under FSDP2: put the shards back in the place of the whole parameters that a forward pass without a backward
+    pass leaves there. Nothing otherwise."""
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)
+        if reshard is not None:
+            reshard()
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

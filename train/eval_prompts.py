@@ -28,9 +28,11 @@ def read_prompts(path: Path, target: str, *, trust_remote_code: bool, limit: int
     """
     rows = []
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() would also cut at U+2028 inside a text
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from eagle3_data.errors import ConfigError
 from eagle3_data.train import checkpoint as ckpt
-from eagle3_data.train.draft import Eagle3Draft
+from eagle3_data.train.engine import shard_again
 from eagle3_data.train.spec import DraftSpec
+from eagle3_data.train.ttt import TttModel
 from eagle3_data.train.vocab import VocabMap
 
 
@@ -23,20 +24,21 @@ class Keeper:
         self,
         output: Path,
         accelerator: Accelerator,
-        draft: Eagle3Draft,
+        model: TttModel,
         optimizer: torch.optim.Optimizer,
         vocab: VocabMap,
         *,
         keep: int,
     ) -> None:
         self.output, self.accelerator, self.keep = output, accelerator, keep
-        self.draft, self.optimizer = draft, optimizer
-        self.spec: DraftSpec = draft.spec
+        self.model, self.draft, self.optimizer = model, model.draft, optimizer
+        self.spec: DraftSpec = model.draft.spec
         self._maps = {"d2t": vocab.d2t, "t2d": vocab.t2d} if self.spec.reduced_vocab else {}
 
     def save(self, state: ckpt.TrainState) -> Path:
         """A full checkpoint; older ones beyond `keep` are removed after it is whole."""
         folder = ckpt.checkpoint_folder(self.output, state.step)
+        shard_again(self.model)
         optimizer = ckpt.optimizer_tensors(self.draft, self.optimizer)
         self._write(folder, state, {ckpt.OPTIMIZER: optimizer, ckpt.RNG: ckpt.rng_tensors()})
         if self.accelerator.is_main_process:
@@ -50,6 +52,7 @@ class Keeper:
         return folder
 
     def _write(self, folder: Path, state: ckpt.TrainState, more: dict[str, dict[str, Tensor]]) -> None:
+        shard_again(self.model)
         tensors = ckpt.draft_tensors(self.draft, self._maps)
         if self.accelerator.is_main_process:
             ckpt.write_checkpoint(folder, self.spec, state, {ckpt.DRAFT: tensors, **more})

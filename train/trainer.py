@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle3_data import durable
 from eagle3_data.errors import TrainingError
-from eagle3_data.train.checkpoint import TrainState
+from eagle3_data.train.checkpoint import TrainState, whole
 from eagle3_data.train.config import TrainConfig, to_yaml
 from eagle3_data.train.engine import StopSignal, make_accelerator, make_optimizer
 from eagle3_data.train.heldout import Heldout, HeldoutReport
@@ -94,7 +94,7 @@ class Trainer:
         self.keeper = Keeper(
             config.run.output,
             self.accelerator,
-            self.core.draft,
+            self.core,
             self.optimizer,
             parts.vocab,
             keep=config.run.keep_checkpoints,
@@ -226,7 +226,8 @@ class Trainer:
                 out = self.model(batch, agreed.counts_S.float())
                 self.accelerator.backward(out.loss * scale)
             result.sums += out.sums
-        result.grad_norm = float(self.accelerator.clip_grad_norm_(self.parameters, config.optim.clip_norm))
+        norm = self.accelerator.clip_grad_norm_(self.parameters, config.optim.clip_norm)
+        result.grad_norm = float(whole(norm))
         if math.isfinite(result.grad_norm):
             self.optimizer.step()
             self._skipped_in_a_row = 0

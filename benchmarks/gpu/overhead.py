@@ -18,6 +18,7 @@ import random
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from host import Host, Results, dummy, group_memory_mib
@@ -36,7 +37,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.ends = time.monotonic() + options.minutes * 60
-        self.host = Host(device=options.device, log_folder=options.out.parent)
+        self.host = Host(device=options.device, memory_share=0.75, log_folder=options.out.parent)  # two share the GPU
         self.vocab = int(text_config(options.shape)["vocab_size"])
         settings = {key: value for key, value in vars(options).items() if key != "out"}
         self.results = Results(options.out, "overhead", settings, "cpu" if self.host.cpu else "cuda")
@@ -48,12 +49,12 @@ class Bench:
 
     def cases(self) -> list[Case]:
         """Most in flight first: should time run out, the figures that matter most are there."""
-        found = []
+        found: list[Case] = []
         for in_flight in sorted(self.options.in_flight, reverse=True):
             for tokens in self.options.tokens:
                 budget = self.options.budget if in_flight > 1 else self.options.budget // 2
                 found.append(Case(tokens, in_flight, max(budget // tokens, in_flight)))
-        return found
+        return sorted(found, key=lambda case: case.requests * case.tokens > 2 * self.options.budget)  # the longest last
 
     def load(self, mode: str, server: ServerProcess, case: Case, spool: Path | None, repeat: int) -> None:
         self.runs += 1
@@ -63,7 +64,8 @@ class Bench:
             self.results.add(mode=mode, repeat=repeat, **vars(case), **measured.to_dict())
 
     def build(self, mode: str, server: ServerProcess, model: Path, case: Case, folder: Path, repeat: int) -> None:
-        """The same prompts through `eagle3-data build`, sealed shards included."""
+        """Such prompts through `eagle3-data build`, sealed shards included; more of them, as start and end count."""
+        case = replace(case, requests=case.requests * self.options.build_factor)
         dice = random.Random(repeat)
         rows = folder / "rows.jsonl"
         with rows.open("w") as file:
@@ -107,6 +109,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=numbers, default=[1, 16, 64])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget", type=int, default=160_000, help="prompt tokens of one pass")
+    parser.add_argument("--build-factor", type=int, default=5, help="a build has this many times a pass's prompts")
     parser.add_argument("--minutes", type=float, default=8.5, help="no new pass is begun after this long")
     parser.add_argument("--kv-tokens", type=int, default=200_000, help="of each server: two share the GPU")
     parser.add_argument("--soak", type=int, default=0, help="short prompts for the memory check")

@@ -21,6 +21,7 @@ if [ -e "$E3D_HOME/parts/model.sum" ] && [ ! -e "$E3D_HOME/model/.ready" ]; then
         echo "model: $here of $count parts are here"
     fi
 fi
-rm -rf "$E3D_HOME/package"
-python3 -m pip install -q --no-deps --no-index --no-build-isolation --no-compile --target "$E3D_HOME/package" . || exit 1
-export PYTHONPATH="$E3D_HOME/site:$E3D_HOME/package:$E3D_HOME/model" PYTHONUNBUFFERED=1
+# a folder per source, so that a later call does not pull the package from under what still runs
+package="$E3D_HOME/package-$(find builders eagle3_data patches train pyproject.toml -type f | sort | xargs cat | sha256sum | cut -c1-12)"
+[ -e "$package" ] || python3 -m pip install -q --no-deps --no-index --no-build-isolation --no-compile --target "$package" . || exit 1
+export PYTHONPATH="$E3D_HOME/site:$package:$E3D_HOME/model" PYTHONUNBUFFERED=1

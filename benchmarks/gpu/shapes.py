@@ -126,6 +126,27 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
     "tiny": TINY,
 }
+KIMI_PROCESSOR = '''"""Stands in for Kimi's image processor, which comes with the real checkpoint."""
+from types import SimpleNamespace
+
+from transformers import AutoTokenizer
+
+
+class TextOnly:
+    def __init__(self, tokenizer):
+        self.tokenizer, self.image_processor = tokenizer, None
+        sizes = {"patch_size": 14, "merge_kernel_size": [2, 2], "in_patch_limit": 16384, "patch_limit_on_one_side": 512}
+        scale = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        self.media_processor = SimpleNamespace(media_proc_cfg={**sizes, **scale})
+
+    @classmethod
+    def from_pretrained(cls, folder, *_, **__):
+        return cls(AutoTokenizer.from_pretrained(folder))
+
+    @classmethod
+    def register_for_auto_class(cls, *_):
+        pass
+'''
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -150,6 +171,10 @@ def make_model(name: str, folder: Path, *, dtype: str) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(path)
+    if SHAPES[name]["model_type"] == "kimi_k25":
+        (path / "text_only.py").write_text(KIMI_PROCESSOR)
+        mapped = {"processor_class": "TextOnly", "auto_map": {"AutoProcessor": "text_only.TextOnly"}}
+        (path / "processor_config.json").write_text(json.dumps(mapped))
     return path
 
 

@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,24 +103,40 @@ def fidelity(rows: Rows) -> str:
     return table(["", "top-1 equals the server's", "median error to transformers (aux / last)", ""], lines)
 
 
-def end_to_end(rows: Rows) -> str:
+def studies(rows: Rows) -> str:
+    """Stages of the studies with real weights: one line a stage, one line an evaluation."""
     lines = []
     for row in rows:
         rest = {key: value for key, value in row.items() if key not in ("stage", "seconds")}
-        if row["stage"] == "evaluate":
-            for key, part in rest.items():
-                if isinstance(part, dict):
-                    text = (
-                        f"acceptance length {part['acceptance_length']:.2f}, {part['tokens_per_s']:,.0f} tok/s "
-                        f"({part['speedup']:.2f}x), {part['equal_answers']} answers equal"
-                    )
-                    lines.append([f"evaluate, {key.rpartition('_')[2]} in flight", "", text])
-            continue
-        text = ", ".join(
-            f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in rest.items()
-        )
-        lines.append([row["stage"], f"{row['seconds']:.0f}", text])
+        evaluations = list(evaluations_of((), rest))
+        seconds = f"{row['seconds']:.0f}" if "seconds" in row else ""
+        for where, found in evaluations:
+            name = " ".join((row["stage"], *(part.replace("in_flight_", "") for part in where), "in flight"))
+            lines.append([name, "", evaluation(found)])
+        if not evaluations:
+            lines.append([row["stage"], seconds, ", ".join(shown(key, value) for key, value in rest.items())])
     return table(["stage", "s", ""], lines)
+
+
+def evaluations_of(where: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    if isinstance(node, dict) and "acceptance_length" in node:
+        yield where, node
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from evaluations_of((*where, key), value)
+
+
+def evaluation(found: dict[str, Any]) -> str:
+    text = f"acceptance length {found['acceptance_length']:.2f}, {found['tokens_per_s']:,.0f} tok/s"
+    if found["speedup"] is not None:
+        text += f" ({found['speedup']:.2f}x of no draft), {found['equal_answers']} of {found['prompts']} answers equal"
+    return text
+
+
+def shown(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{key}: ({', '.join(shown(inner, part) for inner, part in value.items())})"
+    return f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {str(value)[:300]}"
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Rows], str]]] = {
@@ -128,7 +144,9 @@ SECTIONS: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "architectures": ("Right layers", architectures),
     "parallel": ("Several GPUs", parallel),
     "fidelity": ("Real weights", fidelity),
-    "end_to_end": ("From questions to a faster server", end_to_end),
+    "end_to_end": ("From questions to a faster server", studies),
+    "rival": ("SpecForge's trainer on the same data", studies),
+    "encodings": ("The same training on other encodings", studies),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +22,60 @@ ALONE = 70
 """Samples of this length fill a micro-batch alone and have nothing to train: the rank that gets one must not hang."""
 
 
-def values(out: Path, epochs: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Job:
+    out: Path
+    epochs: int = 2
+    stop_at: int = 0
+    """Stop after this step, as a signal to one rank would; 0: never."""
+    precision: str = "fp32"
+    eval_every: int = 500
+
+
+def values(job: Job) -> dict[str, Any]:
     return {
         "data": {"folder": "unused", "max_sample_tokens": 128, "holdout_share": 0.15},
         "target": {"model": str(tiny_model("llama"))},
         "draft": {"vocab_size": 256},
         "ttt": {"steps": 3},
         "batch": {"micro_batch_tokens": 128, "batches_per_step": 4, "prefetch_batches": 2},
-        "optim": {"lr": 1e-3, "epochs": epochs},
-        "run": {"output": str(out), "log_every_s": 0, "trackers": [], "precision": "fp32", "checkpoint_every_steps": 1},
+        "optim": {"lr": 1e-3, "epochs": job.epochs},
+        "run": {"output": str(job.out), "log_every_s": 0, "trackers": [], "precision": job.precision}
+        | {"checkpoint_every_steps": 1, "eval_every_steps": job.eval_every},
     }
 
 
-def main(out: Path, epochs: int, stop_at: int) -> dict[str, Any]:
+def main(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     data = random_samples(LENGTHS, width=64, vocab=768, layers=(1, 3, 4))
     for sample, length in zip(data.samples, LENGTHS, strict=True):
         if length == ALONE:
             sample[MASK].zero_()
-    trainer = Trainer(parse_config(values(out, epochs), source="test"), data)
+    trainer = Trainer(parse_config(values(job), source="test"), data)
     used: list[list[list[int]]] = []
     make = trainer._step
 
     def recorded(loaded: Any, *rest: Any) -> Any:
         used.append([micro.samples if micro is not None else [] for micro in loaded.step.batches])
         result = make(loaded, *rest)
-        if trainer.state.step + 1 == stop_at:
+        if trainer.state.step + 1 == job.stop_at:
             trainer.signal.asked = trainer.accelerator.process_index == 0  # one rank is told, all stop
         return result
 
     trainer._step = recorded  # type: ignore[method-assign]
     report = trainer.run()
-    return {"used": used, "stopped": report.stopped, "step": report.state.step}
+    shards = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in trainer.parameters]
+    return {
+        "used": used,
+        "stopped": report.stopped,
+        "step": report.state.step,
+        "held": sum(shard.numel() for shard in shards),
+        "dtypes": {str(parameter.dtype) for parameter in trainer.parameters},
+        "acceptance": report.state.best_acceptance,
+    }
 
 
-def rank_main(results: Any, environment: dict[str, str], out: Path, epochs: int, stop_at: int) -> None:
+def rank_main(results: Any, environment: dict[str, str], job: Job) -> None:
     """Target of a forked process: forget the parent's Accelerate, become a rank, send what was used."""
     from accelerate.state import AcceleratorState, PartialState
 
@@ -63,7 +83,7 @@ def rank_main(results: Any, environment: dict[str, str], out: Path, epochs: int,
     PartialState._reset_state()
     os.environ.update(environment)
     try:
-        results.put((int(environment["RANK"]), main(out, epochs, stop_at)))
+        results.put((int(environment["RANK"]), main(job)))
     except BaseException:
         results.put((int(environment["RANK"]), traceback.format_exc()))
     if torch.distributed.is_initialized():

@@ -61,6 +61,12 @@ def test_prompts_are_rendered_with_the_chat_template(tiny_llama: Path, tmp_path:
     assert tokenizer.decode(prompts[0].input_ids) == "<|user|>hello fox</s><|assistant|>"
     assert tokenizer.decode(prompts[1].input_ids) == "<|system|>be brief</s><|user|>hi</s><|assistant|>"
     assert [p.category for p in prompts] == ["s", "all"]
+    file.write_text(json.dumps({"prompt": "one\u2028line\x85of text"}, ensure_ascii=False) + "\n")
+    (prompt,) = read_prompts(file, str(tiny_llama), trust_remote_code=False, limit=None)
+    assert "one\u2028line" in tokenizer.decode(prompt.input_ids)
+    file.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(InputError, match="not UTF-8"):
+        read_prompts(file, str(tiny_llama), trust_remote_code=False, limit=None)
     file.write_text('{"prompt": "x"}\nnot json\n')
     with pytest.raises(InputError, match=r"p\.jsonl:2"):
         read_prompts(file, str(tiny_llama), trust_remote_code=False, limit=None)

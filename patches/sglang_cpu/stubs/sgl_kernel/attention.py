@@ -63,14 +63,14 @@ def decode_attention_cpu(
     scale: float,
     logit_cap: float,
     is_cross_attn: bool = False,
-    sliding_window: int = 0,
+    sliding_window: int | None = 0,
     encoder_lens: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
     """One new token a request, q [B, H, D]; stores `key` and `value` first, when given, and writes `o`."""
     _refuse(
         is_cross_attn=is_cross_attn,
-        sliding_window=sliding_window > 0,
+        sliding_window=(sliding_window or 0) > 0,
         encoder_lens=encoder_lens is not None,
         sinks=sinks is not None,
     )
@@ -106,7 +106,7 @@ def extend_attention_cpu(
     scale: float,
     logit_cap: float,
     is_cross_attn: bool = False,
-    sliding_window: int = 0,
+    sliding_window: int | None = 0,
     encoder_lens: Tensor | None = None,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
@@ -115,7 +115,7 @@ def extend_attention_cpu(
     """Several new tokens a request, q [T, H, D], their keys already in the pool; `tree_mask` is [n, n] a request."""
     _refuse(
         is_cross_attn=is_cross_attn,
-        sliding_window=sliding_window > 0,
+        sliding_window=(sliding_window or 0) > 0,
         encoder_lens=encoder_lens is not None,
         sinks=sinks is not None,
     )

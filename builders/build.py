@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from eagle3_data.builders.connect import Probed, foreign_info, make_pool, probe, spec_of
+from eagle3_data import durable
+from eagle3_data.builders.connect import Probed, foreign_info, make_pool, probe, server_row, spec_of
 from eagle3_data.builders.extract import Extractor
 from eagle3_data.builders.ledger import Ledger
 from eagle3_data.builders.mirroring import build_beside
@@ -21,13 +22,14 @@ from eagle3_data.builders.resume import all_plans, next_incarnation, open_manife
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.sink import ShardSink
-from eagle3_data.builders.stored import load_store, make_folder
+from eagle3_data.builders.stored import load_store, make_folder, parts_path
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.card import write_card
 from eagle3_data.errors import ConfigError, ServerUnfit
 from eagle3_data.head import TargetHead
 from eagle3_data.hub.beside import PushBeside
 from eagle3_data.journal import Journal, Tick, journal_path, read_tail
+from eagle3_data.protocol import CaptureInfo
 from eagle3_data.runlock import RunLock, work_folder
 from eagle3_data.server.client import ServerClient
 from eagle3_data.shards.index import consolidate
@@ -43,7 +45,9 @@ def build(
     Raises the family of `eagle3_data.errors`; whatever was placed before stays and is used by the next run.
     """
     make_folder(config.out)
-    with RunLock(config.out):
+    if parts_path(config.out).exists():
+        raise ConfigError(f"{config.out} was begun with --engine ray", next="go on with that, or another --out")
+    with durable.full_disk_is_said(config.out), RunLock(config.out):
         store = load_store(config, on_text)
         if config.mirror is None:
             return asyncio.run(_build(config, store, None, on_tick, on_text, order))
@@ -103,10 +107,16 @@ async def _run(
         f"{len(base.rows):,} samples, {base.total_tokens:,} tokens -> {len(base)} shards; "
         f"outputs of layers {list(spec.layers)}, width {spec.width}, {spec.dtype}, last {spec.last}"
     )
-    pool = make_pool(found, spec, config.flow, config.matching, work_folder(config.out) / "fetch")
     sink = ShardSink(config.out, plans, store, manifest, ledger, head)
+    sink.reopen()
+
+    async def came_back(infos: Sequence[CaptureInfo]) -> None:
+        await sink.add_servers([server_row(info) for info in infos])
+
+    scratch_folder = work_folder(config.out) / "fetch"
+    pool = make_pool(found, spec, config.flow, config.matching, scratch_folder, came_back)
     if ledger.saved:
-        on_text(f"resuming: {ledger.saved:,} samples in sealed shards are kept")
+        on_text(f"resuming: {ledger.saved:,} samples are kept")
     journal, history = Journal(config.out), read_tail(journal_path(config.out))
 
     def write_tick(tick: Tick) -> None:
@@ -126,15 +136,19 @@ async def _run(
         order=order,
         scratch=scratch,
     )
-    phase, note = "failed", ""
+    phase, note, complete = "failed", "", False
+
+    async def finish() -> None:
+        nonlocal complete
+        ledger.check(complete=True)
+        await sink.patiently("the end", lambda: _finish(config, sink))
+        complete = True
+
     try:
         journal.write(extractor.tick("start"))
         with stop_on_signals(extractor.stop):
-            await extractor.run()
-        complete = not extractor.stopped
+            await extractor.run(finish)
         ledger.check(complete=complete)
-        if complete:
-            _finish(config, sink)
         phase = "finished" if complete else "interrupted"
         return _report(config, extractor, complete)
     except BaseException as error:

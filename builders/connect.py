@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from eagle3_data.builders.matching import Strength, matcher_class
-from eagle3_data.builders.pool import FlowConfig, Server, ServerPool
+from eagle3_data.builders.pool import CameBack, FlowConfig, Server, ServerPool
 from eagle3_data.builders.spool import LocalSpool, RemoteSpool, Spool
 from eagle3_data.capture import CaptureSpec, Encoding
 from eagle3_data.errors import ConfigError, ServerUnfit
@@ -140,14 +140,19 @@ def foreign_info(model: str, spool: Path, layers: Sequence[int] | None) -> Captu
     )
 
 
+async def nobody(infos: Sequence[CaptureInfo]) -> None:
+    """For pools whose servers are not recorded."""
+
+
 def make_pool(
     found: Sequence[Probed],
     spec: CaptureSpec,
     flow: FlowConfig,
     matching: Strength,
     scratch: Path,
+    came_back: CameBack = nobody,
 ) -> ServerPool:
-    """A pool over probed servers. Raises ServerUnfit when one does not fit the spec."""
+    """A pool over probed servers; `came_back` hears of one that was away. Raises ServerUnfit when one does not fit."""
     servers = []
     for number, probed in enumerate(found):
         client, info = probed.client, probed.infos[0]
@@ -162,4 +167,6 @@ def make_pool(
             matcher = matcher_class(matching)(spool, spec)
         budget = flow.inflight_bytes or info.high_water_bytes // 2
         servers.append(Server(client, info, spool, matcher, budget))
-    return ServerPool(servers, flow, spec.dump_bytes_per_token, lambda info, url: check_fits(info, spec, url))
+    return ServerPool(
+        servers, flow, spec.dump_bytes_per_token, lambda info, url: check_fits(info, spec, url), came_back
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle3_data.builders.dumps import Request, open_dump
+from eagle3_data.builders.dumps import Dump, Request, open_dump
 from eagle3_data.builders.ledger import Failure
 from eagle3_data.builders.order import Job, Order, PlanOrder
 from eagle3_data.builders.plan import PlannedShard
@@ -87,8 +87,11 @@ class Extractor:
     def stopped(self) -> bool:
         return self._stopped
 
-    async def run(self) -> None:
-        """Returns when every sample is settled or `stop` was called. Raises BuildFailed and unexpected errors."""
+    async def run(self, finish: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Returns when every sample is settled and `finish` is done, or when `stop` was called.
+
+        Raises BuildFailed and unexpected errors.
+        """
         for server in self.pool.servers:
             for rid, path in server.spool.leftovers(self.run_id).items():
                 self._leftovers[rid] = path
@@ -100,14 +103,12 @@ class Extractor:
                 if self.leaving:
                     break
                 await self._send(job)
-            while (self._tasks or self._retry) and not self.leaving:
-                await self._send_retries()
-                if self._tasks:
-                    await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
-            await self._finish()
+            await self._drain()
             if not self.leaving:
                 self._leftovers.clear()
                 await self._sweep()
+                self._spawn(finish())  # a task among tasks: it may wait for the disk, and Ctrl-C ends that
+                await self._drain()
         finally:
             ticker.cancel()
             for task in self._tasks:
@@ -160,12 +161,14 @@ class Extractor:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    async def _finish(self) -> None:
+    async def _drain(self) -> None:
         """Let what is in flight end; bounded when the user wants to leave."""
-        if not self._tasks:
-            return
-        timeout = self.flow.grace_s if self.leaving else None
-        await asyncio.wait(self._tasks, timeout=timeout)
+        while (self._tasks or self._retry) and not self.leaving:
+            await self._send_retries()
+            if self._tasks:
+                await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self.flow.grace_s)
 
     def begins(self, planned: PlannedShard) -> bool:
         """Takes the local space of a shard, if there is any: sealed ones go to the mirror and are removed."""
@@ -266,12 +269,25 @@ class Extractor:
                 ) from None
             if reply.prompt_tokens != request.tokens:
                 raise DumpMismatch(f"server took {reply.prompt_tokens} of {request.tokens} tokens of {request.rid}")
-            with await server.matcher.take(request, self.flow.dump_timeout_s) as dump:
+            with await self._take(server, request) as dump:
                 came = True
+                if dump.instance and dump.instance not in self.sink.instances:
+                    raise ConnectionLost(f"{server.client.url} was started again: a dump of {dump.instance}")
                 await self.sink.place(job.shard, sample, request, dump)
         finally:
             self._inflight.discard(str(request.rid))
             await asyncio.shield(server.matcher.drop(request, came=came))
+
+    async def _take(self, server: Server, request: Request) -> Dump:
+        """The dump, proven. One that comes over the network waits for local space; it stays at its server meanwhile."""
+        while True:
+            try:
+                dump = await server.matcher.take(request, self.flow.dump_timeout_s)
+            except OSError as error:
+                await self.sink.pause(request.rid.key, error)
+                continue
+            self.sink.go_on(request.rid.key)
+            return dump
 
     def _judge(self, job: Job, sample: Sample, server: Server, error: Eagle3Error) -> None:
         """Repeat what may pass, give up what will not, stop the run when too much was given up."""

@@ -7,14 +7,13 @@ how to try again. A row is durable before its shard is sealed without the sample
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eagle3_data import durable
 from eagle3_data.builders.samples.store import Sample
-from eagle3_data.errors import Eagle3Error, LedgerError
+from eagle3_data.errors import DiskFull, Eagle3Error, LedgerError
 from eagle3_data.manifest import FAILURES
 from eagle3_data.protocol import parse_strict
 
@@ -75,7 +74,9 @@ class Ledger:
         """Samples in sealed shards, or placed and checked in open ones."""
         self.failures = read_failures(folder)
         self.rewrite()
-        self._file = open(folder / FAILURES, "a", buffering=1)  # noqa: SIM115 - held for the length of the run
+        self._file = durable.Lines(folder / FAILURES)
+        self._behind = False
+        """Rows are missing in the file, since the disk was full."""
 
     @property
     def failed(self) -> dict[str, int]:
@@ -86,10 +87,19 @@ class Ledger:
 
     def fail(self, row: Failure) -> None:
         self.failures[row.key] = row
-        self._file.write(row.to_line())
+        try:
+            self._file.write(row.to_line())
+        except DiskFull:
+            self._behind = True  # `flush` brings it, before the shard without this sample is sealed
 
     def flush(self) -> None:
-        os.fsync(self._file.fileno())
+        """All rows durable. Raises OSError or DiskFull on a full disk; then it may be called again."""
+        if self._behind:
+            self.rewrite()
+            self._file.close()
+            self._file = durable.Lines(self.folder / FAILURES)
+            self._behind = False
+        self._file.sync()
 
     def forgive(self) -> list[str]:
         """Clear the failures so that they are tried again; returns their keys."""
@@ -97,7 +107,7 @@ class Ledger:
         self.failures = {}
         self._file.close()
         self.rewrite()
-        self._file = open(self.folder / FAILURES, "a", buffering=1)  # noqa: SIM115
+        self._file = durable.Lines(self.folder / FAILURES)
         return keys
 
     def rewrite(self) -> None:

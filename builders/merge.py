@@ -38,20 +38,31 @@ def merge(parts: Sequence[Path], out: Path, *, on_shard: Callable[[ShardRow], No
     _check_parts(found)
     out.mkdir(parents=True, exist_ok=True)
     with RunLock(out):
-        (out / "data").mkdir(exist_ok=True)
-        merged = _manifest([manifest for _, manifest in found])
-        homes = {row.name: folder for folder, manifest in found for row in manifest.shards}
-        for row in merged.shards:
-            _bring(homes[row.name] / "data" / row.name, out / "data" / row.name, row)
-            on_shard(row)
-        durable.fsync_dir(out / "data")
-        _index(found, out, merged)
-        failures = [row for folder, _ in found for row in read_failures(folder).values()]
-        durable.write_text(out / FAILURES, "".join(row.to_line() for row in failures))
-        if merged.saved + len(failures) != merged.plan.samples:
-            raise LedgerError(f"saved({merged.saved}) + failed({len(failures)}) != samples({merged.plan.samples})")
-        write_card(out, merged)
-        merged.save(out)
+        return _join(found, out, on_shard)
+
+
+def merge_locked(parts: Sequence[Path], out: Path) -> Manifest:
+    """`merge` for the holder of `out`'s lock."""
+    found = [(folder, Manifest.load(folder)) for folder in parts]
+    _check_parts(found)
+    return _join(found, out, lambda row: None)
+
+
+def _join(found: list[tuple[Path, Manifest]], out: Path, on_shard: Callable[[ShardRow], None]) -> Manifest:
+    (out / "data").mkdir(exist_ok=True)
+    merged = _manifest([manifest for _, manifest in found])
+    homes = {row.name: folder for folder, manifest in found for row in manifest.shards}
+    for row in merged.shards:
+        _bring(homes[row.name] / "data" / row.name, out / "data" / row.name, row)
+        on_shard(row)
+    durable.fsync_dir(out / "data")
+    _index(found, out, merged)
+    failures = [row for folder, _ in found for row in read_failures(folder).values()]
+    durable.write_text(out / FAILURES, "".join(row.to_line() for row in failures))
+    if merged.saved + len(failures) != merged.plan.samples:
+        raise LedgerError(f"saved({merged.saved}) + failed({len(failures)}) != samples({merged.plan.samples})")
+    write_card(out, merged)
+    merged.save(out)
     return merged
 
 
@@ -112,6 +123,8 @@ def _manifest(parts: list[Manifest]) -> Manifest:
 def _bring(source: Path, target: Path, row: ShardRow) -> None:
     """Link, or copy and check. A file that is there already must be the shard."""
     if target.exists():
+        if source.exists() and source.samefile(target):
+            return  # linked by a merge before
         if target.stat().st_size != row.nbytes or file_xxh3(target) != row.xxh3:
             raise ShardCorrupt(f"{target} is there and is not the shard of that name", next="merge into a new folder")
         return

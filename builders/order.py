@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
+from eagle3_data.errors import DiskFull
+
 if TYPE_CHECKING:
     from eagle3_data.builders.extract import Extractor
+    from eagle3_data.builders.plan import PlannedShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class PlanOrder:
                 waiting = []
                 if not await extractor.room(planned):
                     return
-            rows = sink.open_shard(planned)
+            rows = await self._open(extractor, planned)
             if not rows:
                 await sink.seal_if_settled(planned.name)
             waiting.extend(Job(row, planned.name) for row in rows)
@@ -61,6 +64,19 @@ class PlanOrder:
                 waiting = []
         for job in self._longest_first(extractor, waiting):
             yield job
+
+    async def _open(self, extractor: Extractor, planned: PlannedShard) -> list[int]:
+        """Rows that the shard lacks; waits while the disk is full, as long as the run does not end."""
+        sink = extractor.sink
+        while not extractor.leaving:
+            try:
+                rows = sink.open_shard(planned)
+            except (DiskFull, OSError) as error:
+                await sink.pause(planned.name, error)
+                continue
+            sink.go_on(planned.name)
+            return rows
+        return []
 
     def _longest_first(self, extractor: Extractor, jobs: list[Job]) -> list[Job]:
         return sorted(jobs, key=lambda job: -int(extractor.sink.store.tokens[job.row]))

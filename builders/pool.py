@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -12,11 +12,13 @@ from typing import Literal
 from eagle3_data.builders.knee import Knee
 from eagle3_data.builders.matching import Matcher
 from eagle3_data.builders.spool import Spool
-from eagle3_data.errors import BuildFailed, ConfigError, Eagle3Error
+from eagle3_data.errors import BuildFailed, ConfigError, Eagle3Error, ServerUnfit
 from eagle3_data.protocol import CaptureInfo
 from eagle3_data.server.client import ServerClient
 
 PROBE_S = 2.0
+CameBack = Callable[[Sequence[CaptureInfo]], Awaitable[None]]
+"""Called with what a server says of itself, one info per data-parallel rank, before it gets work again."""
 SPOOL_MARGIN = 1 << 20
 """Left free in the spool beyond the next sample, bytes: headers, error records."""
 
@@ -61,6 +63,8 @@ class Server:
         self.knee = Knee()
         self.crowded = ""
         """Why the last sample asked for found no space in the spool; empty when it did."""
+        self.refused = ""
+        """Why a server that is back gets no work: it captures something else now."""
 
     def has_room(self, nbytes: int, flow: FlowConfig) -> bool:
         """One sample has room on an idle server, however large it is, as long as its spool has the space."""
@@ -83,8 +87,10 @@ class ServerPool:
         flow: FlowConfig,
         bytes_per_token: int,
         fits: Callable[[CaptureInfo, str], None],
+        came_back: CameBack,
     ) -> None:
         self.servers, self.flow, self.bytes_per_token, self._fits = list(servers), flow, bytes_per_token, fits
+        self._came_back = came_back
         self._changed = asyncio.Condition()
         self._probes: set[asyncio.Task[None]] = set()
         self._dead_since: float | None = None
@@ -100,7 +106,7 @@ class ServerPool:
         """What every request waits for; empty while one server takes work."""
         crowded = [server.crowded for server in self.servers if server.alive]
         if not crowded:
-            return "waiting: no server alive"
+            return f"waiting: no server alive{self._refusals()}"
         return f"waiting: {crowded[0]}" if all(crowded) else ""
 
     async def pick(self, tokens: int) -> Server:
@@ -159,11 +165,17 @@ class ServerPool:
         while True:
             await asyncio.sleep(PROBE_S)
             try:
-                (info, *_) = await server.client.capture_infos()
-                self._fits(info, server.client.url)
-            except Eagle3Error:
+                infos = await server.client.capture_infos()
+                for info in infos:
+                    self._fits(info, server.client.url)
+                if infos[0].spool != server.info.spool:
+                    raise ServerUnfit(f"{server.client.url}: its spool is {infos[0].spool}, was {server.info.spool}")
+            except Eagle3Error as error:
+                server.refused = error.message if isinstance(error, ServerUnfit) else ""
                 continue
-            server.info, server.alive, self._dead_since = info, True, None
+            server.refused = ""
+            await self._came_back(infos)
+            server.info, server.alive, self._dead_since = infos[0], True, None
             async with self._changed:
                 self._changed.notify_all()
             return
@@ -177,9 +189,14 @@ class ServerPool:
         if now - self._dead_since > self.flow.server_timeout_s:
             raise BuildFailed(
                 f"no server alive for {self.flow.server_timeout_s:.0f} s: "
-                + ", ".join(server.client.url for server in self.servers),
+                + ", ".join(server.client.url for server in self.servers)
+                + self._refusals(),
                 next="start it again and repeat the same command: the build goes on where it stopped",
             )
+
+    def _refusals(self) -> str:
+        found = [server.refused for server in self.servers if server.refused]
+        return f" ({'; '.join(found)})" if found else ""
 
     async def close(self) -> None:
         for task in list(self._probes):

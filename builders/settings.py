@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from eagle3_data.builders.matching import STRENGTHS, Strength
 from eagle3_data.builders.pool import FlowConfig
 from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.capture import ENCODINGS, Encoding, parse_last
 from eagle3_data.errors import ConfigError
+
+Engine = Literal["local", "ray"]
+ENGINES: tuple[Engine, ...] = ("local", "ray")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +60,21 @@ class BuildConfig:
     """With `delete_local`: shard bytes that may lie here at once; None: four fifths of what is free."""
     part: tuple[int, int] | None = None
     """(i, n): only every n-th shard of the plan, from the i-th on (0 <= i < n); `merge` joins the n folders."""
+    engine: Engine = "local"
+    """'ray': the build is dealt in parts to the workers of a Ray cluster, and merged."""
+    workers: int | None = None
+    """With the engine 'ray': parts. None: as many as servers, or as the folder remembers."""
 
     def __post_init__(self) -> None:
         if self.part is not None and not 0 <= self.part[0] < self.part[1]:
             raise ConfigError(f"--shards {self.part[0]}/{self.part[1]}: i must be from 0 to n - 1")
         if not 0 <= self.max_failure_share <= 1:
             raise ConfigError(f"--max-failure-share must be between 0 and 1, got {self.max_failure_share}")
-        for name, value, known in (("--encoding", self.encoding, ENCODINGS), ("--matching", self.matching, STRENGTHS)):
+        for name, value, known in (
+            ("--encoding", self.encoding, ENCODINGS),
+            ("--matching", self.matching, STRENGTHS),
+            ("--engine", self.engine, ENGINES),
+        ):
             if value not in known:
                 raise ConfigError(f"{name} {value!r} is not one of {', '.join(known)}")
         parse_last(self.last)
@@ -74,6 +86,24 @@ class BuildConfig:
             raise ConfigError(
                 "matching by token count needs --spool", next="or use a server with the eagle3-data plugin"
             )
+        self._check_engine()
+
+    def _check_engine(self) -> None:
+        if self.engine == "local":
+            if self.workers is not None:
+                raise ConfigError("--workers needs --engine ray", next="one machine takes several --server as it is")
+            return
+        if self.workers is not None and self.workers < 1:
+            raise ConfigError(f"--workers must be > 0, got {self.workers}")
+        if self.part is not None:
+            raise ConfigError("--engine ray deals the parts itself", next="leave out --shards")
+        if self.mirror is not None:
+            raise ConfigError(
+                "--engine ray has no --mirror: parts would write the same names",
+                next="eagle3-data push OUT MIRROR, once the build is merged",
+            )
+        if self.matching != "identity":
+            raise ConfigError("--engine ray needs servers with the eagle3-data plugin (--matching identity)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from eagle3_data import durable
 from eagle3_data.builders.dumps import Dump, Request
@@ -20,16 +21,17 @@ from eagle3_data.builders.plan import Plan, PlannedShard
 from eagle3_data.builders.samples.store import Sample, SampleStore
 from eagle3_data.errors import DiskFull, LedgerError
 from eagle3_data.hub.digest import file_xxh3
-from eagle3_data.manifest import Manifest, ShardRow
+from eagle3_data.manifest import Manifest, ServerRow, ShardRow
 from eagle3_data.protocol import ids_digest
 from eagle3_data.shards.index import read_part
 from eagle3_data.shards.layout import END_BYTES, SampleRecord
-from eagle3_data.shards.writer import OpenShard, Place
+from eagle3_data.shards.writer import OpenShard, Place, notes_path
 
 if TYPE_CHECKING:
     from eagle3_data.head import TargetHead
 
 DISK_POLL_S = 2.0
+T = TypeVar("T")
 
 
 class ShardSink:
@@ -62,8 +64,19 @@ class ShardSink:
     def is_sealed(self, name: str) -> bool:
         return any(row.name == name for row in self.manifest.shards)
 
+    def reopen(self) -> None:
+        """Open what an earlier run left unsealed, so that all counts begin with what is there and never go down."""
+        names = {path.name for path in (self.folder / "data").glob(f"*{self.manifest.split}-*")}
+        sealed = {row.name for row in self.manifest.shards}
+        for planned in chain.from_iterable(self.plans):
+            here = planned.name in names or notes_path(self.folder, planned.name).name in names
+            if here and planned.name not in sealed:
+                self.open_shard(planned)
+
     def open_shard(self, planned: PlannedShard) -> list[int]:
         """Open (or reopen) a shard; returns the rows of the store that it still needs, in order."""
+        if planned.name in self._open:
+            return self._missing(planned)
         if self.is_sealed(planned.name):
             return []
         places = []
@@ -82,8 +95,12 @@ class ShardSink:
         self.resumed += len(shard.records)
         self.tokens += sum(record.tokens for record in shard.records.values())
         self.nbytes += shard.bytes_placed
+        return self._missing(planned)
+
+    def _missing(self, planned: PlannedShard) -> list[int]:
+        shard = self._open[planned.name]
         pending = set(shard.pending)
-        return [row for row, place in zip(planned.rows.tolist(), places, strict=True) if place.key in pending]
+        return [row for row, key in zip(planned.rows.tolist(), shard.places, strict=True) if key in pending]
 
     @property
     def note(self) -> str:
@@ -95,18 +112,61 @@ class ShardSink:
         shard = self._open[name]
         record = make_record(sample, request, dump, with_last=self.spec.last != "none")
         mask = sample.loss_mask.tobytes()
-        while True:
-            try:
-                placed = await asyncio.to_thread(shard.write, record, dump.fd, dump.states_at, request.input_ids, mask)
-                break
-            except DiskFull as error:
-                self._waiting[record.key] = error.message
-                await asyncio.sleep(DISK_POLL_S)
-        self._waiting.pop(record.key, None)
-        shard.settle(placed)
+        placed = await self.patiently_aside(
+            record.key, lambda: shard.write(record, dump.fd, dump.states_at, request.input_ids, mask)
+        )
+        await self.patiently(record.key, lambda: shard.settle(placed))
         self.ledger.save(1)
         self.tokens += record.tokens
         self.nbytes += shard.block_bytes(record.key)
+
+    async def patiently(self, what: str, work: Callable[[], T]) -> T:
+        """`work`, again and again while the disk is full; it must be safe to repeat."""
+        while True:
+            try:
+                result = work()
+            except (DiskFull, OSError) as error:
+                await self.pause(what, error)
+                continue
+            self.go_on(what)
+            return result
+
+    async def patiently_aside(self, what: str, work: Callable[[], T]) -> T:
+        """As `patiently`, in a thread: for what moves states."""
+        while True:
+            try:
+                result = await asyncio.to_thread(work)
+            except (DiskFull, OSError) as error:
+                await self.pause(what, error)
+                continue
+            self.go_on(what)
+            return result
+
+    async def pause(self, what: str, error: Exception) -> None:
+        """Wait a little for space, `note` says so; anything but a full disk is raised."""
+        if not durable.is_full(error):
+            raise error
+        path = getattr(error, "filename", None) or self.folder
+        self._waiting[what] = error.message if isinstance(error, DiskFull) else f"no space for {path}"
+        await asyncio.sleep(DISK_POLL_S)
+
+    def go_on(self, what: str) -> None:
+        self._waiting.pop(what, None)
+
+    @property
+    def instances(self) -> set[str]:
+        """Starts of servers that the manifest knows: their dumps are taken, no other's."""
+        return {row.instance for row in self.manifest.servers}
+
+    async def add_servers(self, rows: Sequence[ServerRow]) -> None:
+        """Servers that came back as new processes: in the manifest before their first dump is in a shard."""
+        new = tuple(row for row in rows if row.instance not in self.instances)
+        if new:
+            async with self._sealing:
+                servers = (*self.manifest.servers, *new)
+                await self.patiently(
+                    "servers", lambda: self._save(self.manifest.model_copy(update={"servers": servers}))
+                )
 
     def find(self, name: str, key: str) -> tuple[Path, int, int] | None:
         """(file, offset, bytes) of a sample that was placed in a shard that is still open; None otherwise."""
@@ -126,11 +186,11 @@ class ShardSink:
             shard = self._open.get(name)
             if shard is None or shard.pending:
                 return
-            self.ledger.flush()
-            row = await asyncio.to_thread(self._seal, shard)
+            await self.patiently(name, self.ledger.flush)
+            row = await self.patiently_aside(name, lambda: self._seal(shard))
             if row is not None:
+                await self.patiently(name, lambda: self._record(row))
                 self.nbytes += END_BYTES
-                self._record(row)
             shard.forget()
             del self._open[name]
 
@@ -154,8 +214,11 @@ class ShardSink:
 
     def _record(self, row: ShardRow) -> None:
         shards = tuple(sorted((*self.manifest.shards, row), key=lambda shard: shard.name))
-        self.manifest = self.manifest.model_copy(update={"shards": shards, "failed": self.ledger.failed})
-        self.manifest.save(self.folder)
+        self._save(self.manifest.model_copy(update={"shards": shards, "failed": self.ledger.failed}))
+
+    def _save(self, manifest: Manifest) -> None:
+        manifest.save(self.folder)
+        self.manifest = manifest
 
     def _recover(self, name: str) -> None:
         """A crash between rename and manifest row: adopt the file if it is what its index part says, else reopen it."""

@@ -97,5 +97,10 @@ def recall(folder: Path) -> BuildConfig:
     return BuildConfig(**data)
 
 
+def parts_path(folder: Path) -> Path:
+    """Where a build that was dealt to several workers remembers in how many parts."""
+    return work_folder(folder) / "parts.json"
+
+
 def _settings_path(folder: Path) -> Path:
     return work_folder(folder) / "settings.json"

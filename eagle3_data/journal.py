@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from eagle3_data import durable
 from eagle3_data.protocol import parse_strict
 
 Event = Literal["start", "tick", "end"]
 TAIL_BYTES = 1 << 18
+ROOM_BYTES = 1 << 13
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,21 +81,66 @@ def journal_path(folder: Path) -> Path:
 
 
 class Journal:
-    """Appends ticks; each is on its way to the disk before `write` returns."""
+    """Appends ticks; each is on its way to the disk before `write` returns.
+
+    Empty lines are written ahead of them, which readers skip: room for what a run has to say when the disk is full.
+    When that room ends, the newest tick takes the place of the one before.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = journal_path(folder)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # a killed run may have torn its last line
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._size = os.fstat(self._fd).st_size
+        self._last = self._end = self._find_end()
 
     def write(self, tick: Tick) -> None:
-        os.write(self._fd, tick.to_line().encode())
+        """Never raises for a full disk."""
+        line = tick.to_line().encode()
+        self._make_room()
+        if self._end + 2 * len(line) > self._size:
+            at, data = self._last, line.ljust(self._end - self._last, b"\n")
+        else:
+            at, data = self._end, line
+        try:
+            os.pwrite(self._fd, data, at)
+        except OSError as error:
+            if not durable.is_full(error):
+                raise
+            return  # a file system that copies on write has no room even for this
+        self._last, self._end = at, at + len(line)
+        self._size = max(self._size, self._end)
 
     def close(self) -> None:
+        os.ftruncate(self._fd, self._end)
         os.close(self._fd)
+
+    def _make_room(self) -> None:
+        if self._size >= self._end + ROOM_BYTES // 2:
+            return
+        try:
+            os.pwrite(self._fd, b"\n" * (self._end + ROOM_BYTES - self._size), self._size)
+        except OSError as error:
+            if not durable.is_full(error):
+                raise
+        self._size = os.fstat(self._fd).st_size
+
+    def _find_end(self) -> int:
+        """Behind the last line. A killed run may have torn it, and has left its room behind it."""
+        end = self._size
+        while end:
+            start = max(0, end - ROOM_BYTES)
+            text = os.pread(self._fd, end - start, start).rstrip(b"\n")
+            if text:
+                end = start + len(text)
+                break
+            end = start
+        if end == 0:
+            return 0
+        if end == self._size:
+            os.pwrite(self._fd, b"\n", end)
+            self._size += 1
+        return end + 1
 
 
 def read_tail(path: Path, nbytes: int = TAIL_BYTES) -> list[Tick]:

@@ -12,7 +12,7 @@ from eagle3_data.errors import ConfigError
 from eagle3_data.journal import Tick, journal_path, read_tail
 from eagle3_data.manifest import MANIFEST, Manifest
 
-State = Literal["RUNNING", "STALLED", "DEAD", "INTERRUPTED", "FAILED", "COMPLETE"]
+State = Literal["RUNNING", "STALLED", "DEAD", "INTERRUPTED", "FAILED", "COMPLETE", "PARTIAL"]
 WINDOW_S = 120.0
 STALL_FLOOR_S = 60.0
 """A run is not called stalled sooner than this, however fast its requests are."""
@@ -49,14 +49,17 @@ class Status:
         return asdict(self)
 
 
-def read_status(folder: Path, now: float | None = None) -> Status:
-    """Raises ConfigError when `folder` holds neither a journal nor a manifest."""
+def read_status(where: Path | str, now: float | None = None) -> Status:
+    """Of a folder, or of a mirror's URL. Raises ConfigError when it holds neither a journal nor a manifest."""
     now = time.time() if now is None else now
+    if isinstance(where, str) and "://" in where:
+        return _from_manifest(_mirrored(where), "what the mirror has; whether its builder lives, only its folder tells")
+    folder = Path(where)
     ticks = read_tail(journal_path(folder))
     if not ticks:
         if not (folder / MANIFEST).exists():
             raise ConfigError(f"{folder} holds no build", next="eagle3-data build --help")
-        return _from_manifest(Manifest.load(folder))
+        return _from_manifest(Manifest.load(folder), "read from the manifest; the run's journal is not here")
     return summarise(ticks, now, alive=runlock.is_held(folder))
 
 
@@ -111,11 +114,26 @@ def _state(last: Tick, age: float, alive: bool) -> State:
     return "STALLED" if stalled else "RUNNING"
 
 
-def _from_manifest(manifest: Manifest) -> Status:
+def _mirrored(url: str) -> Manifest:
+    from eagle3_data.hub.mirror import make_mirror
+    from eagle3_data.hub.patience import Patience
+
+    mirror = make_mirror(url, Patience())
+    try:
+        mirror.open(create=False)
+        content = mirror.read(MANIFEST)
+    finally:
+        mirror.close()
+    if content is None:
+        raise ConfigError(f"{mirror.url} holds no build", next=f"eagle3-data push FOLDER {mirror.url}")
+    return Manifest.parse(content.decode(errors="replace"), f"{mirror.url}/{MANIFEST}")
+
+
+def _from_manifest(manifest: Manifest, note: str) -> Status:
     """A mirror or a folder whose work files are gone: what is sealed is what is known."""
     plan = manifest.plan
     return Status(
-        state="COMPLETE" if manifest.state == "complete" else "DEAD",
+        state="COMPLETE" if manifest.state == "complete" else "PARTIAL",
         phase="finished" if manifest.state == "complete" else "unknown",
         done=manifest.saved,
         of=plan.samples,
@@ -136,7 +154,7 @@ def _from_manifest(manifest: Manifest) -> Status:
         servers_up=0,
         servers=0,
         progress_age_s=0.0,
-        note="read from the manifest; the run's journal is not here",
+        note=note,
     )
 
 

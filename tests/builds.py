@@ -104,9 +104,10 @@ def make_build(
     spec: CaptureSpec = SPEC,
     head: TargetHead | None = None,
     dump: type[FakeDump] = FakeDump,
+    dumps: Sequence[FakeDump] | None = None,
 ) -> list[FakeDump]:
-    """A complete build with `len(lengths)` samples; returns what is in it, in order."""
-    dumps = [dump(spec, n, seed) for seed, n in enumerate(lengths)]
+    """A complete build with `len(lengths)` samples, or of `dumps`; returns what is in it, in order."""
+    dumps = [dump(spec, n, seed) for seed, n in enumerate(lengths)] if dumps is None else list(dumps)
     scratch = folder.parent / f"{folder.name}.dumps"
     scratch.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,7 @@ def make_build(
         fingerprint={"samples": "x"},
         plan=PlanRow(
             samples=len(dumps),
-            tokens=sum(lengths),
+            tokens=sum(dump.tokens for dump in dumps),
             nbytes=sum(row.nbytes for row in rows),
             shards=len(rows),
             shard_bytes=rows[0].nbytes + END_BYTES,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from aiohttp import web
 
@@ -46,7 +47,8 @@ class Faults:
     reply: dict[int, str] = field(default_factory=dict)
     """'500', 'reset', 'hang', '400', 'short' (counts one token less)."""
     dump: dict[int, str] = field(default_factory=dict)
-    """'nan', 'none', 'late', 'truncated', 'other_ids', 'other_rid', 'fewer_rows', 'flipped_byte', 'error'."""
+    """'nan', 'none', 'late', 'truncated', 'other_ids', 'other_rid', 'fewer_rows', 'flipped_byte', 'error' (the
+    server's disk is full), 'failed' (it could not dump this one)."""
     share: float = 0.0
     """Of the requests that get a random fault of `kinds`."""
     kinds: tuple[str, ...] = ("500", "reset", "hang")
@@ -81,6 +83,8 @@ class ReplayServer:
         self.legacy = False
         """Write `req_*` folders without identity, as the older patch did."""
         self.delay_s = 0.0
+        self.head: npt.NDArray[np.float32] | None = None
+        """[V, W]: the top-1 token of a dump is then that of its last state, as a real server's is."""
         self._random = random.Random(self.faults.seed)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -160,11 +164,12 @@ class ReplayServer:
             task = asyncio.get_running_loop().create_task(self._late(rid, ids))
             self._tasks.add(task)
             return
-        if fault == "error":
-            record = DumpError(rid=rid, reason="disk", detail="injected", instance=self.instance)
+        if fault in ("error", "failed"):
+            reason = "disk" if fault == "error" else "internal"
+            record = DumpError(rid=rid, reason=reason, detail="injected", instance=self.instance)
             (self.spool / f"{rid}{ERROR_SUFFIX}").write_text(record.to_json())
             return
-        write_dump(self.spool, rid, ids, self.spec, self.instance, fault)
+        write_dump(self.spool, rid, ids, self.spec, self.instance, fault, self.head)
 
     async def _late(self, rid: str, ids: list[int]) -> None:
         await asyncio.sleep(self.faults.late_s)
@@ -237,7 +242,21 @@ class ReplayServer:
         return f"http://127.0.0.1:{self.port}"
 
 
-def write_dump(spool: Path, rid: str, ids: list[int], spec: CaptureSpec, instance: str = "x", fault: str = "") -> Path:
+def top_token(last: bytes, spec: CaptureSpec, head: npt.NDArray[np.float32]) -> int:
+    """Of the last row of a float32 state."""
+    row = np.frombuffer(last, "<f4")[-spec.width :]
+    return int((head @ row).argmax())
+
+
+def write_dump(
+    spool: Path,
+    rid: str,
+    ids: list[int],
+    spec: CaptureSpec,
+    instance: str = "x",
+    fault: str = "",
+    head: npt.NDArray[np.float32] | None = None,
+) -> Path:
     """A dump in the server's format, or one with a fault."""
     stated = [*ids[:-1], (ids[-1] + 1) % spec.vocab_size] if fault == "other_ids" else ids
     rows = ids[:-1] if fault == "fewer_rows" else stated
@@ -250,7 +269,7 @@ def write_dump(spool: Path, rid: str, ids: list[int], spec: CaptureSpec, instanc
         width=spec.width,
         dtype=spec.dtype,
         norm=spec.norm,
-        next_token=7,
+        next_token=7 if head is None else top_token(last, spec, head),
         finite=fault != "nan",
         checksum=f"{xxhash.xxh3_128_hexdigest(aux)}:{xxhash.xxh3_128_hexdigest(last)}",
         instance=instance,

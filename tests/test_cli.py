@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -168,6 +169,27 @@ def test_build_status_verify_retry(
     assert "last good sample" in printed
 
 
+def test_c50_plan_refuses_what_does_not_fit(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Width 2,880, three aux layers and the last, 1,000 samples of 65,536 tokens, against this disk and a quota."""
+    disk = Path(__file__)
+    arguments = ["plan", "--width", 2880, "--samples", 1000, "--tokens", 65_536_000, "--out", builds.folder]
+    usage = shutil.disk_usage(disk)
+    monkeypatch.setattr("eagle3_data.cli.plan.shutil.disk_usage", lambda folder: usage._replace(free=1 << 40))
+    code, printed = cli(monkeypatch, capsys, *arguments, "--mirror-quota", "1TB")
+    assert code == 1
+    words = " ".join(printed.split())
+    assert "1.37 TiB = 1,510 GB" in words
+    assert "longest sample 1.41 GiB" in words
+    assert "does not fit - disk: 1.37 TiB needed, 1 TiB there" in words
+    assert "does not fit - mirror: 1.37 TiB needed, 931 GiB there" in words
+    assert "would" in words, "the option that fits is named"
+    monkeypatch.setattr("eagle3_data.cli.plan.shutil.disk_usage", lambda folder: usage._replace(free=1 << 42))
+    code, printed = cli(monkeypatch, capsys, *arguments, "--mirror-quota", "2TB")
+    assert (code, "does not fit" in printed) == (0, False)
+
+
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
@@ -178,6 +200,8 @@ def test_build_status_verify_retry(
         ("--loss", "everything", "not one of"),
         ("--max-inflight", "0", "nor a number above 0"),
         ("--matching", "luck", "not one of"),
+        ("--engine", "mpi", "not one of local, ray"),
+        ("--workers", "2", "--workers needs --engine ray"),
         ("--server", "localhost:30000", "http://HOST:PORT"),
     ],
 )

@@ -121,6 +121,12 @@ def build_command(
         str | None,
         typer.Option(help="'i/n': the i-th of n parts (0 <= i < n), in a folder of its own, e.g. of a Slurm array."),
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="'local', or 'ray': dealt to a Ray cluster that sees --out (RAY_ADDRESS names it).")
+    ] = "local",
+    workers: Annotated[
+        int | None, typer.Option(help="With --engine ray: parts, each with its share of the servers [one per server].")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)
     ] = None,
@@ -130,6 +136,9 @@ def build_command(
     """Capture conversations into sealed shards.
 
     Example: eagle3-data build chats.jsonl --model Qwen/Qwen3-8B --server http://127.0.0.1:30000 --out qwen3-data
+
+    On a Ray cluster: eagle3-data build chats.jsonl --model Qwen/Qwen3-8B --engine ray --server http://node-1:30000
+    --server http://node-2:30000 --out /shared/qwen3-data
     """
     config = BuildConfig(
         out=out,
@@ -161,6 +170,8 @@ def build_command(
         delete_local=delete_local,
         scratch_bytes=parse_size(scratch) if scratch else None,
         part=parse_part(shards),
+        engine=engine,  # type: ignore[arg-type]
+        workers=workers,
     )
     run_build(config, metrics_port)
 
@@ -197,11 +208,20 @@ def run_build(config: BuildConfig, metrics_port: int | None = None) -> None:
             for watcher in watchers:
                 watcher(tick)
 
-        report = build(config, on_tick=on_tick, on_text=say)
+        report = engine_of(config)(config, on_tick=on_tick, on_text=say)
     print_report(report)
     if not report.complete:
         say("interrupted: everything placed is kept; the same command goes on from here")
         sys.exit(130)
+
+
+def engine_of(config: BuildConfig) -> Callable[..., BuildReport]:
+    """Raises ConfigError when its library is not installed."""
+    if config.engine == "local":
+        return build
+    from eagle3_data.builders.ray_crew import build_on_ray
+
+    return build_on_ray
 
 
 def print_report(report: BuildReport) -> None:

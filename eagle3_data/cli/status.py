@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,12 +16,14 @@ from eagle3_data.status import Status, format_bytes, format_duration, format_lin
 
 WATCH_S = 2.0
 FOLLOW_S = 10.0
+MIRROR_S = 60.0
+"""A mirror is asked no more often: it counts requests, and changes at commits."""
 ENDED = ("COMPLETE", "FAILED", "INTERRUPTED", "DEAD")
 EXIT_CODES = {"FAILED": 2, "DEAD": 3, "STALLED": 4}
 
 
 def status_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of a build.")],
+    where: Annotated[str, typer.Argument(help="Folder of a build, or its mirror: hf://datasets/ORG/NAME, s3://...")],
     watch: Annotated[bool, typer.Option("--watch", help="Live view until the build ends or Ctrl-C.")] = False,
     follow: Annotated[bool, typer.Option("--follow", help="One log line per 10 seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, one object.")] = False,
@@ -31,27 +32,28 @@ def status_command(
 
     Example: eagle3-data status kimi-data --watch
     """
-    status = read_status(folder)
+    remote = "://" in where
+    status = read_status(where)
     if as_json:
         print(json.dumps(status.to_dict()))
     elif watch:
-        with Live(render(folder, status), console=answer, refresh_per_second=4) as live:
+        with Live(render(where, status), console=answer, refresh_per_second=4) as live:
             while status.state not in ENDED:
-                time.sleep(WATCH_S)
-                status = read_status(folder)
-                live.update(render(folder, status))
+                time.sleep(MIRROR_S if remote else WATCH_S)
+                status = read_status(where)
+                live.update(render(where, status))
     elif follow:
         print(format_line(status), flush=True)
         while status.state not in ENDED:
-            time.sleep(FOLLOW_S)
-            status = read_status(folder)
+            time.sleep(MIRROR_S if remote else FOLLOW_S)
+            status = read_status(where)
             print(format_line(status), flush=True)
     else:
-        answer.print(render(folder, status))
+        answer.print(render(where, status))
     sys.exit(EXIT_CODES.get(status.state, 0))
 
 
-def render(folder: Path, status: Status) -> Table:
+def render(where: str, status: Status) -> Table:
     """The whole answer on one screen."""
     table = Table(show_header=False, box=None, highlight=False)
     share = 100 * status.done / status.of if status.of else 100.0
@@ -59,7 +61,7 @@ def render(folder: Path, status: Status) -> Table:
     skipped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(status.skipped.items())) or "none"
     retried = ", ".join(f"{count:,} {reason}" for reason, count in sorted(status.retried.items())) or "none"
     rows = {
-        "build": str(folder),
+        "build": where,
         "state": status.state + (f" - {status.note}" if status.note else ""),
         "samples": f"{status.done:,} of {status.of:,} ({share:.1f} %)",
         "tokens": f"{status.tokens:,} of {status.tokens_of:,}",

@@ -16,7 +16,7 @@ import json
 import mmap
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ import xxhash
 
 from eagle3_data import durable
 from eagle3_data.capture import CaptureSpec
-from eagle3_data.errors import DiskFull, DumpCorrupt
+from eagle3_data.errors import BuildFailed, DiskFull, DumpCorrupt
 from eagle3_data.manifest import ShardRow
 from eagle3_data.protocol import DTYPE_BYTES
 from eagle3_data.shards.index import IndexRow, write_part
@@ -80,6 +80,11 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:06d}.tar"
 
 
+def notes_path(folder: Path, name: str) -> Path:
+    """What was placed in a shard that is not sealed, one line per sample."""
+    return folder / "data" / f".{name}.placed"
+
+
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     """`pwrite` until all is written; a short write is how a full disk can begin."""
     view = memoryview(data).cast("B")
@@ -118,10 +123,12 @@ class OpenShard:
         self._packed: dict[str, tuple[int, ...]] = {}
         self.final = folder / "data" / name
         self.path = durable.hidden(self.final)
-        self._notes_path = self.final.with_name(f".{name}.placed")
+        self._notes_path = notes_path(folder, name)
         self.final.parent.mkdir(parents=True, exist_ok=True)
         self._restore()
-        self._notes = open(self._notes_path, "a", buffering=1)  # noqa: SIM115 - closed at the seal
+        self._notes = durable.Lines(self._notes_path)
+        self._whole: tuple[ShardRow, list[IndexRow]] | None = None
+        """What the seal found, once the gaps are closed."""
 
     @property
     def pending(self) -> list[str]:
@@ -163,7 +170,7 @@ class OpenShard:
             write_at(target, head, place.offset)
             write_at(target, tail, place.offset + layout.tail)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if durable.is_full(error):
                 raise DiskFull(f"no space for {self.final}") from error
             raise
         finally:
@@ -171,13 +178,13 @@ class OpenShard:
         return Placed(record, xxhash.xxh3_64_hexdigest(tail), packed)
 
     def settle(self, placed: Placed) -> None:
-        """Count a sample that `write` has put in its place."""
+        """Count a sample that `write` has put in its place. Raises DiskFull, with nothing counted."""
         record = placed.record
         if record.key in self.records or record.key in self.failed:
             raise AssertionError(f"{self.name}: sample {record.key} is settled already")
+        self._notes.write(placed.to_line())
         self.records[record.key] = record
         self._packed[record.key] = placed.packed
-        self._notes.write(placed.to_line())
 
     def give_up(self, key: str) -> None:
         """Leave a failed sample out; the seal closes its gap."""
@@ -186,21 +193,30 @@ class OpenShard:
     def seal(self) -> ShardRow | None:
         """Close the gaps of failed samples, make the file durable, give it its name. None when nothing was saved.
 
-        The caller appends the returned row to the manifest and then calls `forget`.
+        The caller appends the returned row to the manifest and then calls `forget`. On a full disk it raises DiskFull
+        or OSError with nothing lost, and may be called again.
         """
         if self.pending:
             raise AssertionError(f"{self.name}: sealed with {len(self.pending)} samples open")
         if not self.records:
             return None
+        row, rows = self._whole = self._whole or self._compact()
+        write_part(self.folder, row, rows)
+        os.replace(self.path, self.final)
+        durable.fsync_dir(self.final.parent)
+        return row
+
+    def _compact(self) -> tuple[ShardRow, list[IndexRow]]:
         rows, end = [], 0
         with open(self.path, "r+b") as file:
+            self._reserve(file.fileno())
             for place in self.places.values():
                 record = self.records.get(place.key)
                 if record is None:
                     continue
                 layout = self._layout(place, self._packed[place.key])
                 if place.offset != end:
-                    _move_left(file.fileno(), place.offset, end, layout.total)
+                    self._unbroken(_move_left, file.fileno(), place.offset, end, layout.total)
                 rows.append(
                     IndexRow(
                         key=place.key,
@@ -215,9 +231,10 @@ class OpenShard:
                     )
                 )
                 end += layout.total
-            file.truncate(end)
+            # written, not a hole: on a full tmpfs a hole that is read through a map is a bus error
+            self._unbroken(write_at, file.fileno(), bytes(END_BYTES), end)
             file.truncate(end + END_BYTES)
-            os.fsync(file.fileno())
+            self._unbroken(os.fsync, file.fileno())
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 digest = xxhash.xxh3_128_hexdigest(view)
         row = ShardRow(
@@ -227,16 +244,37 @@ class OpenShard:
             nbytes=end + END_BYTES,
             xxh3=digest,
         )
-        write_part(self.folder, row, rows)
-        os.replace(self.path, self.final)
-        durable.fsync_dir(self.final.parent)
-        return row
+        return row, rows
+
+    def _unbroken(self, step: Callable[..., None], *arguments: int | bytes) -> None:
+        """A step that cannot be begun again where it broke off. Raises BuildFailed: a resume checks every sample."""
+        try:
+            step(*arguments)
+        except OSError as error:
+            raise BuildFailed(
+                f"{self.final} could not be closed: {error}",
+                next="mend the disk, then repeat the command: what does not give its checksum is captured again",
+            ) from error
+
+    def _reserve(self, fd: int) -> None:
+        """Disk for the holes that samples move into, and the end: a full disk is met before the first byte moves.
+
+        A move that broke off half-way could not be begun again. Raises DiskFull.
+        """
+        total = self.bytes_placed + END_BYTES
+        try:
+            os.posix_fallocate(fd, 0, total)
+        except OSError as error:
+            if durable.is_full(error):
+                raise DiskFull(f"no space to seal {self.final}") from error
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system without it
+                raise
 
     def flush(self) -> None:
         """Make what was placed durable without sealing (the end of an interrupted run)."""
         if self.path.exists():
             durable.fsync_file(self.path)
-        os.fsync(self._notes.fileno())
+        self._notes.sync()
 
     def close(self) -> None:
         self._notes.close()

@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eagle3_data.errors import BuildFailed, ConfigError, ManifestMismatch, ServerError, ServerUnfit
+import eagle3_data.builders.pool as pool
+from eagle3_data.builders.build import build
+from eagle3_data.builders.samples.spec import SampleSpec
+from eagle3_data.builders.stored import remember
+from eagle3_data.cli import main
+from eagle3_data.cli.build import print_report
+from eagle3_data.errors import (
+    BuildFailed,
+    ConfigError,
+    ConnectionLost,
+    DiskFull,
+    DumpCorrupt,
+    DumpFailed,
+    DumpMismatch,
+    DumpMissing,
+    ManifestMismatch,
+    NonFinite,
+    RequestRejected,
+    RequestTimeout,
+    ServerError,
+    ServerUnfit,
+    SpoolFull,
+)
 from eagle3_data.journal import journal_path, read_tail
 from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import ids_digest
@@ -77,6 +103,7 @@ def test_same_dumps_same_bytes_in_any_order(builds: Builds) -> None:
         ("flipped_byte", "corrupt"),
         ("none", "no_dump"),
         ("error", "spool_full"),
+        ("failed", "dump_failed"),
         ("nan", "non_finite"),
     ],
 )
@@ -88,6 +115,18 @@ def test_a_bad_dump_is_never_saved(builds: Builds, fault: str, reason: str) -> N
     assert report.complete
     assert report.retried == {reason: 2}
     assert report.saved == 12
+
+
+def test_every_class_of_failure_has_a_name_of_its_own_and_is_in_the_docs() -> None:
+    """What ledgers count by, and whether it is tried again: the table of docs/extraction.md, held to the code."""
+    text = (Path(__file__).parents[2] / "docs/extraction.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (yes|no)", text, re.MULTILINE))
+    classes = [
+        *(ServerError, ServerUnfit, ConnectionLost, RequestTimeout, RequestRejected, DumpMissing, DumpFailed),
+        *(SpoolFull, DumpMismatch, DumpCorrupt, NonFinite, DiskFull),
+    ]
+    assert rows == {kind.reason: "yes" if kind.retryable else "no" for kind in classes}
+    assert len(rows) == len(classes)
 
 
 def test_cut_prompt_is_a_mismatch(builds: Builds) -> None:
@@ -137,34 +176,92 @@ def test_retry_puts_failed_samples_in_shards_of_their_own(builds: Builds) -> Non
     assert verify(builds.folder / "out").ok
 
 
-def test_c46_resume_sends_exactly_what_is_missing(builds: Builds) -> None:
-    samples = write_samples(builds.folder / "s.jsonl", 300)
-    with builds.server(Faults(reply=dict.fromkeys(range(180, 300), "400"))) as server, pytest.raises(BuildFailed):
+def test_c46_resume_sends_exactly_what_is_missing(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1,000 samples, stopped after 600; the second run is the command line's."""
+    samples = write_samples(builds.folder / "s.jsonl", 1000, lengths=(8, 8))
+    with (
+        builds.server(Faults(reply=dict.fromkeys(range(600, 1000), "400"))) as server,
+        pytest.raises(BuildFailed, match="11 samples failed, more than the 10 allowed"),
+    ):
         builds.run("out", samples, server.url, max_inflight=1)
-    saved = read_status(builds.folder / "out").done
-    assert saved == 180
+    assert read_status(builds.folder / "out").done == 600
     before = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in (builds.folder / "out/data").glob("*.tar")}
     assert before
     with builds.server(spool="spool2") as server:
-        report = builds.run("out", samples, server.url, retry_failed=True)
-        assert (report.resumed, report.sent, report.saved) == (180, 120, 300)
-        assert Counter(Counter(server.requests).values()) == {1: 120}
+        remember(builds.config("out", samples, server.url))
+        monkeypatch.setattr(sys, "argv", ["eagle3-data", "retry", str(builds.folder / "out")])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code in (None, 0)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "400 requests sent, 600 samples skipped (already saved)" in printed
+        assert "1,000 planned = 1,000 saved + 0 failed + 0 skipped" in printed
+        assert Counter(Counter(server.requests).values()) == {1: 400}
         check_content(builds.folder / "out", samples, server.spec)
         assert builds.run("out", samples, server.url).sent == 0
     after = {p.name: (p.stat().st_mtime_ns, p.read_bytes()) for p in (builds.folder / "out/data").glob("*.tar")}
     assert before.items() <= after.items()
 
 
-def test_c54_three_percent_of_faults_are_retried_and_reported(builds: Builds) -> None:
+def test_c54_three_percent_of_faults_are_retried_and_reported(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """500, timeout and reset for 3 % of the requests, and two samples that are rejected; then `retry`."""
+    monkeypatch.setattr(pool, "PROBE_S", 0.02)
     samples = write_samples(builds.folder / "s.jsonl", 200)
-    faults = Faults(share=0.03, kinds=("500", "hang"), seed=3)
+    passing = {10: "500", 30: "reset", 60: "hang", 90: "500", 120: "reset", 150: "hang"}
+    faults = Faults(reply={**passing, 70: "400", 71: "400"})
     with builds.server(faults) as server:
-        report = builds.run("out", samples, server.url, request_timeout_s=0.8, max_inflight=32)
-    assert report.complete
-    assert report.saved == 200
-    assert report.sent == 200 + sum(report.retried.values())
-    assert set(report.retried) <= {"server", "timeout"}
-    assert sum(report.retried.values()) > 0
+        report = builds.run(
+            "out", samples, server.url, request_timeout_s=0.8, max_inflight=32, max_failure_share=0.02, retries=9
+        )
+        print_report(report)
+        assert report.complete
+        assert (report.saved, report.failed) == (198, {"rejected": 2})
+        assert report.sent == 200 + sum(report.retried.values())
+        assert set(report.retried) == {"server", "timeout", "connection"}
+        printed = " ".join(capsys.readouterr().out.split())
+        assert f"{report.sent:,} requests sent" in printed
+        assert "200 planned = 198 saved + 2 failed + 0 skipped" in printed
+        assert "failed 2 rejected" in printed
+        assert all(f"{count} {reason}" in printed for reason, count in report.retried.items())
+        rows = [json.loads(line) for line in (builds.folder / "out/failures.jsonl").read_text().splitlines()]
+        assert {row["reason"] for row in rows} == {"rejected"}
+        server.faults = Faults()
+        before = len(server.requests)
+        monkeypatch.setattr(sys, "argv", ["eagle3-data", "retry", str(builds.folder / "out")])
+        remember(builds.config("out", samples, server.url))
+        with pytest.raises(SystemExit):
+            main()
+        assert sorted(rid.split("-")[2] for rid in server.requests[before:]) == sorted(row["key"] for row in rows)
+        assert "200 saved + 0 failed" in capsys.readouterr().out
+
+
+def test_too_many_failures_are_an_exit_code(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = write_samples(builds.folder / "s.jsonl", 60)
+    arguments = ["build", samples, "--model", builds.model, "--out", builds.folder / "out", "--max-failure-share", 0.1]
+    with builds.server(Faults(reply=dict.fromkeys(range(20, 60), "400"))) as server:
+        monkeypatch.setattr(sys, "argv", ["eagle3-data", *map(str, arguments), "--server", server.url])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 1
+    error = capsys.readouterr().err
+    assert "7 samples failed, more than the 6 allowed; the last: " in error
+    assert "eagle3-data retry DIR" in error
+    assert read_status(builds.folder / "out").done >= 20
+
+
+def test_c05_a_radix_cache_is_refused_before_work_starts(builds: Builds) -> None:
+    samples = write_samples(builds.folder / "s.jsonl", 5)
+    with builds.server(radix_cache=True) as server:
+        with pytest.raises(ServerUnfit, match="radix cache on: prompts would come back short") as found:
+            builds.run("out", samples, server.url)
+        assert server.requests == []
+    assert "--disable-radix-cache" in found.value.next
 
 
 def test_given_up_samples_can_be_run_again_from_a_file(builds: Builds) -> None:
@@ -181,14 +278,27 @@ def test_given_up_samples_can_be_run_again_from_a_file(builds: Builds) -> None:
 def test_changed_settings_are_refused_by_name(builds: Builds) -> None:
     samples = write_samples(builds.folder / "s.jsonl", 10)
     other = write_samples(builds.folder / "o.jsonl", 10, seed=5)
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("shard_bytes", {"shard_bytes": 128 << 10}),
+        (r"capture\.last", {"last": "none"}),
+        (r"capture\.aux_encoding", {"encoding": "fp8"}),
+        ("dataset", {"dataset": "else"}),
+        ("split", {"split": "test"}),
+        (r"shards = None, now it is 0/2", {"part": (0, 2)}),
+        (r"samples\.max_tokens", {"samples": SampleSpec(max_tokens=1000)}),
+    ]
     with builds.server() as server:
         builds.run("out", samples, server.url)
-        with pytest.raises(ManifestMismatch, match="shard_bytes"):
-            builds.run("out", samples, server.url, shard_bytes=128 << 10)
-        with pytest.raises(ManifestMismatch, match=r"capture\.last"):
-            builds.run("out", samples, server.url, last="none")
+        for field, change in changes:
+            config = replace(builds.config("out", samples, server.url), **change)
+            with pytest.raises(ManifestMismatch, match=field):
+                build(config, on_tick=builds.ticks.append, on_text=builds.texts.append)
         with pytest.raises(ManifestMismatch, match="ids and masks"):
             builds.run("out", other, server.url)
+        server.info_changes["vocab_size"] = 4096
+        with pytest.raises(ManifestMismatch, match=r"capture\.vocab_size"):
+            builds.run("out", samples, server.url)
+        server.info_changes.clear()
         assert builds.run("out", samples, server.url).sent == 0
 
 

@@ -220,7 +220,16 @@ def test_stored_states_give_the_servers_own_top_1(llama_server: RunningServer, t
         assert ours[-1] == data.index["next_token"][i].as_py()
 
 
-def test_chunked_prefill_through_a_build(chunked_server: RunningServer, tmp_path: Path) -> None:
+def test_c05_prompts_with_one_long_prefix_are_whole(llama_server: RunningServer, tmp_path: Path) -> None:
+    """Prompts of 1,200 tokens share the first 1,000; a prefix cache would leave 200 rows of all but the first."""
+    shared = prompt(1000, 5)
+    prompts = [[*shared, *prompt(200, seed)] for seed in (6, 7)]
+    report = run(llama_server, rows_file(tmp_path / "rows.jsonl", prompts), tmp_path / "out", max_inflight=2)
+    assert (report.saved, report.retried) == (2, {})
+    check_states(llama_server, tmp_path / "out", prompts)
+
+
+def test_c07_chunked_prefill_through_a_build(chunked_server: RunningServer, tmp_path: Path) -> None:
     """C07 in small: prompts around and far beyond the chunk size, one sample each, rows in order."""
     prompts = [prompt(n, 3) for n in (63, 64, 65, 128, 1000)]
     report = run(chunked_server, rows_file(tmp_path / "rows.jsonl", prompts), tmp_path / "out")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle3_data.errors import ShardCorrupt
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.shards import ShardSet
 from eagle3_data.shards.remote import RemoteShardSet
@@ -162,3 +163,24 @@ def drain(loader: Prefetcher, pool: BufferPool) -> None:
         for host in batches:
             if host is not None:
                 pool.give(host.buffer)
+
+
+def test_c67_a_cut_shard_stops_the_loader(tmp_path: Path) -> None:
+    """The policy is to stop: an epoch is never silently short."""
+    make_build(tmp_path / "b", [20] * 30, per_shard=3)
+    path = tmp_path / "b/data/train-000004.tar"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    data = ShardSet.open(tmp_path / "b")
+    plan = make_plan(data, BatchConfig(micro_batch_tokens=60))
+    loader, pool = make_loader(data, plan)
+
+    def epoch() -> None:
+        with loader:
+            for _, batches in loader:
+                for host in batches:
+                    assert host is not None
+                    pool.give(host.buffer)
+
+    with pytest.raises(ShardCorrupt, match=r"train-000004\.tar, sample 000000(12|13|14)"):
+        epoch()

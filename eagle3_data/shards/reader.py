@@ -8,19 +8,25 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
 
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import ShardCorrupt
+from eagle3_data.hub.notes import mirrored_shards
 from eagle3_data.manifest import Manifest
 from eagle3_data.shards.codec import decode
+from eagle3_data.shards.far import FarShards
 from eagle3_data.shards.index import read_index
 from eagle3_data.shards.layout import header_bytes, load_object
 from eagle3_data.shards.stored import part_names, stored_plainly
 from eagle3_data.shards.table import SampleTable
+
+if TYPE_CHECKING:
+    from eagle3_data.shards.cache import CacheConfig
+    from eagle3_data.shards.sources import Access
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -152,21 +158,56 @@ def map_shard(path: str, size: int, mtime_ns: int) -> mmap.mmap:
 
 
 class ShardSet(SampleTable):
-    """The sealed samples of one build folder. Pickles as the folder and the index; mappings are made per process."""
+    """The sealed samples of one build folder. Pickles as the folder and the index; mappings are made per process.
 
-    def __init__(self, folder: Path, manifest: Manifest, index: pa.Table) -> None:
+    Shards that a push removed after their mirror had confirmed them are read from there (`far.py`).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        index: pa.Table,
+        cache: CacheConfig | None = None,
+        access: Access | None = None,
+    ) -> None:
         super().__init__(str(folder), manifest, index)
-        self.folder = folder
+        self.folder, self._cache, self._access = folder, cache, access
+        self._far = FarShards(folder, manifest, index, cache, access)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> ShardSet:
-        """A finished or growing build. Raises ConfigError when it is none, ShardCorrupt when the index is short."""
+    def open(
+        cls, folder: str | os.PathLike[str], cache: CacheConfig | None = None, access: Access | None = None
+    ) -> ShardSet:
+        """A finished or growing build. Raises ConfigError when it is none, ShardCorrupt when the index is short.
+
+        `cache`, `access`: for shards that only a mirror has.
+        """
         path = Path(folder)
         manifest = Manifest.load(path)
-        return cls(path, manifest, read_index(path, manifest))
+        return cls(path, manifest, read_index(path, manifest), cache, access)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardSet, (self.folder, self.manifest, self.index)
+        return ShardSet, (self.folder, self.manifest, self.index, self._cache, self._access)
+
+    @functools.cached_property
+    def far_shards(self) -> dict[str, str]:
+        """Shards that were not here when it was first asked: name -> URL of the mirror that has it, or ''."""
+        known = mirrored_shards(self.folder)
+        names = (row.name for row in self.manifest.shards)
+        return {name: known.get(name, "") for name in names if not (self.folder / "data" / name).exists()}
+
+    @property
+    def remote(self) -> bool:
+        return bool(self.far_shards)
+
+    def check_far(self) -> str:
+        """Where the shards are read that are not here, in words. Raises ShardCorrupt when nothing says where."""
+        for name, url in self.far_shards.items():
+            if not url:
+                self._far.table(name)  # raises
+        urls = ", ".join(sorted(set(self.far_shards.values())))
+        return f"{len(self.far_shards):,} of {len(self.manifest.shards):,} shards are read from {urls}"
 
     def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         """Views of the mapped shard; only the pages of the named columns are touched."""
@@ -178,7 +219,7 @@ class ShardSet(SampleTable):
             tensors = columns_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted, self.capture)
             return self.checked(i, tensors)
         except FileNotFoundError:
-            raise _missing(path) from None
+            return self._far.table(path.name).read(i, columns)
         except ShardCorrupt as error:
             raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error
 
@@ -199,7 +240,7 @@ class ShardSet(SampleTable):
                 for name, target in out.items():
                     _read_rows(file.fileno(), layout, name, start, target)
         except FileNotFoundError:
-            raise _missing(path) from None
+            self._far.table(path.name).read_into(i, out)
         except ShardCorrupt as error:
             raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error
 
@@ -217,9 +258,3 @@ def _read_rows(file: int, layout: Layout, name: str, start: int, target: torch.T
         if not count:
             raise ShardCorrupt(f"the shard ends before {name} does")
         view, offset = view[count:], offset + count
-
-
-def _missing(path: Path) -> ShardCorrupt:
-    return ShardCorrupt(
-        f"shard {path.name} is in the manifest and not on disk", next="eagle3-data verify, or pull it again"
-    )

@@ -51,6 +51,7 @@ def push_command(
 
         mirror = make_mirror(repo, Patience(on_wait=say))
         push = Push(folder, mirror, config, where=where_of(repo), on_text=say, on_sent=sent)
+        before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
         signal.signal(signal.SIGTERM, lambda *_: push.stop.set())
         signal.signal(signal.SIGINT, lambda *_: _stop(push))
         try:
@@ -58,7 +59,8 @@ def push_command(
             report = push.run(more=(lambda: is_held(folder)) if follow else lambda: False)
         finally:
             mirror.close()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for number, handler in before:
+                signal.signal(number, handler)
     print_push(report)
     if push.stop.is_set():
         say("interrupted: what is published stays; the same command goes on from here")

@@ -139,7 +139,7 @@ class Pull:
 
     def _fetch(self, row: ShardRow) -> None:
         for last in (False, True):
-            problem = self._fetch_once(row)
+            problem = self._fetch_once(row, use_cache=not last)
             if not problem:
                 return
             if last:
@@ -147,7 +147,7 @@ class Pull:
                     f"{self.mirror.url}: {row.name} {problem}", next=f"eagle3-data verify {self.mirror.url}"
                 )
 
-    def _fetch_once(self, row: ShardRow) -> str:
+    def _fetch_once(self, row: ShardRow, *, use_cache: bool) -> str:
         """What is wrong with the bytes that came; empty when the shard is in its place."""
         part, final = self._part(row), self.folder / "data" / row.name
         with open(part, "ab") as file:
@@ -156,7 +156,7 @@ class Pull:
                 file.truncate(0)
                 at = 0
             self.on_bytes(at)
-            copied = self._copy_cached(row, file)
+            copied = self._copy_cached(row, file) if use_cache else 0
             self.on_bytes(copied)
             at += copied
             while at < row.nbytes:

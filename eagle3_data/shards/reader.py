@@ -173,6 +173,7 @@ class ShardSet(SampleTable):
     ) -> None:
         super().__init__(str(folder), manifest, index)
         self.folder, self._cache, self._access = folder, cache, access
+        self._data = f"{folder}/data/"
         self._far = FarShards(folder, manifest, index, cache, access)
 
     @classmethod
@@ -212,16 +213,17 @@ class ShardSet(SampleTable):
     def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         """Views of the mapped shard; only the pages of the named columns are touched."""
         wanted = self.wanted(columns)
-        path = self.folder / "data" / self.shard_of(i)
+        name = self.shard_of(i)
+        path = f"{self._data}{name}"
         try:
-            stat = path.stat()
-            buffer = map_shard(str(path), stat.st_size, stat.st_mtime_ns)
+            stat = os.stat(path)
+            buffer = map_shard(path, stat.st_size, stat.st_mtime_ns)
             tensors = columns_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted, self.capture)
             return self.checked(i, tensors)
         except FileNotFoundError:
-            return self._far.table(path.name).read(i, columns)
+            return self._far.table(name).read(i, columns)
         except ShardCorrupt as error:
-            raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error
+            raise ShardCorrupt(f"{name}, sample {self.keys[i]}: {error.message}") from error
 
     def read_into(self, i: int, out: Mapping[str, torch.Tensor]) -> None:
         """From the file into `out` without a mapping: no page faults, and as fast as the file can be read.
@@ -232,17 +234,20 @@ class ShardSet(SampleTable):
             super().read_into(i, out)
             return
         self._check_out(i, out)
-        path, start, nbytes = self.folder / "data" / self.shard_of(i), int(self.offsets[i]), int(self.nbytes[i])
+        shard, start, nbytes = self.shard_of(i), int(self.offsets[i]), int(self.nbytes[i])
         try:
-            with open(path, "rb", buffering=0) as file:
-                head = os.pread(file.fileno(), min(header_bytes(self.capture), nbytes), start)
-                layout = parse_header(head, nbytes)
-                for name, target in out.items():
-                    _read_rows(file.fileno(), layout, name, start, target)
+            file = os.open(f"{self._data}{shard}", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._far.table(path.name).read_into(i, out)
+            self._far.table(shard).read_into(i, out)
+            return
+        try:
+            layout = parse_header(os.pread(file, min(header_bytes(self.capture), nbytes), start), nbytes)
+            for name, target in out.items():
+                _read_rows(file, layout, name, start, target)
         except ShardCorrupt as error:
-            raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error
+            raise ShardCorrupt(f"{shard}, sample {self.keys[i]}: {error.message}") from error
+        finally:
+            os.close(file)
 
 
 def _read_rows(file: int, layout: Layout, name: str, start: int, target: torch.Tensor) -> None:

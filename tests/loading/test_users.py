@@ -226,6 +226,26 @@ def test_builder_and_inspection(home: Path) -> None:
         builder.download_and_prepare(output_dir=str(home / "p"), file_format="parquet")
 
 
+def test_inspection_with_nothing_at_hand(home: Path) -> None:
+    """What is known of a named data set is told; of `custom` nothing is, and our error is the one that is shown."""
+    for name in ("kimi_k25_synth", "smollm2_demo"):
+        path = f"eagle3_data/{name}"
+        info = datasets.get_dataset_config_info(path)
+        assert list(info.features)[-4:] == list(TENSORS)
+        assert datasets.get_dataset_split_names(path) == ["train"]
+        assert list(datasets.get_dataset_infos(path)) == ["default"]
+        with pytest.raises(DatasetUnavailable, match="no build, no mirror and no server"):
+            load_dataset(path, split="train")
+    assert datasets.get_dataset_config_names("eagle3_data/custom") == ["default"]
+    for look in (datasets.get_dataset_config_info, datasets.get_dataset_infos, datasets.get_dataset_split_names):
+        with pytest.raises(DatasetUnavailable, match="no build, no mirror and no server"):
+            look("eagle3_data/custom")
+    # a build that comes later is not held to the sizes that were not known
+    make_build(home / "home" / "eagle3_data" / "smollm2_demo", LENGTHS, spec=smollm2_demo.RECIPE.capture)
+    assert datasets.get_dataset_config_info("eagle3_data/smollm2_demo").splits["train"].num_examples == 6
+    assert len(load_dataset("eagle3_data/smollm2_demo", split="train")) == 6
+
+
 def test_num_proc_and_download_mode(build: tuple[str, list[FakeDump]]) -> None:
     folder, dumps = build
     for mode in ("reuse_dataset_if_exists", "force_redownload", "reuse_cache_if_exists"):

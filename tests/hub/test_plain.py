@@ -44,7 +44,7 @@ print("PLAIN DATASETS AGREES", len(rows))
 def test_plain_datasets_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, token: str | None
 ) -> None:
-    """`load_dataset("org/states", streaming=True)` with HF_ENDPOINT: all shards come from the hub, bit for bit (C43)."""
+    """`load_dataset("org/states")` with HF_ENDPOINT, as a stream and whole: all from the hub, bit for bit (C43)."""
     from tests.hub.conftest import use
 
     dumps = make_build(tmp_path / "data", LENGTHS)

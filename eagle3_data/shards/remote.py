@@ -22,6 +22,7 @@ import torch
 from eagle3_data.errors import ConfigError, DatasetUnavailable, ShardCorrupt
 from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.patience import Patience
+from eagle3_data.protocol import AUX
 from eagle3_data.shards.cache import CacheConfig, ShardCache, choose_cache
 from eagle3_data.shards.codec import decode
 from eagle3_data.shards.fetch import OPENING, Fetcher
@@ -105,7 +106,7 @@ class RemoteShardSet(SampleTable):
         """From the cache, else one range for all columns; the header and then their ranges for some."""
         wanted = self.wanted(columns)
         try:
-            mapped = self._mapped(i, len(wanted) == len(self.columns))
+            mapped = self._mapped(i, AUX in wanted)  # most of the bytes: the shard is worth having
             if mapped is not None:
                 tensors = columns_at(mapped, int(self.offsets[i]), int(self.nbytes[i]), wanted, self.capture)
             elif len(wanted) == len(self.columns):
@@ -120,7 +121,7 @@ class RemoteShardSet(SampleTable):
 
     def read_into(self, i: int, out: Mapping[str, torch.Tensor]) -> None:
         """Straight from the connection into `out`; cached shards are copied, encoded columns decoded and copied."""
-        if not stored_plainly(self.capture, out) or self._mapped(i, whole=True) is not None:
+        if not stored_plainly(self.capture, out) or self._mapped(i, AUX in out) is not None:
             super().read_into(i, out)
             return
         self._check_out(i, out)
@@ -129,8 +130,8 @@ class RemoteShardSet(SampleTable):
         except ShardCorrupt as error:
             raise ShardCorrupt(f"{self.shard_of(i)}, sample {self.keys[i]}: {error.message}", next=error.next) from None
 
-    def _mapped(self, i: int, whole: bool) -> Any:
-        """The shard's bytes when the cache has them; for a `whole` sample they are fetched where there is room.
+    def _mapped(self, i: int, fetch: bool) -> Any:
+        """The shard's bytes when the cache has them; with `fetch` they are fetched where there is room.
 
         Shards of this data set never make room for each other: with room for a tenth of them, a tenth of every epoch
         is read here, where the oldest use first would throw each one out just before it is wanted again.
@@ -139,7 +140,7 @@ class RemoteShardSet(SampleTable):
             return None
         row = self._shards[self.shard_of(i)]
         found = self.cache.map(row)
-        if found is None and whole and time.monotonic() >= self._full_until:
+        if found is None and fetch and time.monotonic() >= self._full_until:
             found = self.cache.get(row, self.fetcher, keep=self._own)
             if found is None:
                 self._full_until = time.monotonic() + FULL_S

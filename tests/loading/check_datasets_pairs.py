@@ -3,7 +3,7 @@
     python tests/loading/check_datasets_pairs.py 4.8.5 1.33.0 [VENV]
 
 Makes a virtual environment that borrows this one's packages, has pip put the pair on top with what it needs (so a pair
-that excludes each other is refused here), runs the tests in it, and notes the result in tests/loading/datasets_pairs.txt.
+that excludes each other is refused here), runs the tests in it, and notes the result in datasets_pairs.txt.
 """
 
 from __future__ import annotations

@@ -26,6 +26,10 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     folder: Path
     """A finished (or growing) build: the folder that `eagle3-data build` wrote or `pull` fetched."""
+    shard_cache: Path | None = None
+    """Keep shards of a mirror in this folder; None: $EAGLE3_DATA_SHARD_CACHE, else samples are read by ranges."""
+    shard_cache_size: str | None = None
+    """At most so much there, for example 500GB; the shard whose last use is oldest goes first. None: 100GB."""
     max_sample_tokens: int = Field(default=4096, ge=4)
     """Longer samples are cut to this many tokens; how many were cut is printed and logged."""
     holdout_share: float = Field(default=0.05, ge=0.0, lt=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from typing import Any
 
 from eagle3_data import __version__
@@ -81,8 +82,12 @@ def _elsewhere() -> None:
 
 
 def main() -> None:
-    """Entry point. Errors of ours are one message and exit code 1, Ctrl-C is 130; tracebacks are for our own slips."""
+    """Entry point. Errors of ours are one message and exit code 1, Ctrl-C is 130; tracebacks are for our own slips.
+
+    Nothing that looks like a token is printed, whatever a library put into its message.
+    """
     from eagle3_data.errors import Eagle3Error
+    from eagle3_data.hub.redact import redact
 
     command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
     try:
@@ -93,3 +98,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception:
+        print(redact(traceback.format_exc()), file=sys.stderr)
+        sys.exit(1)

@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from eagle3_data.cli.cache import ShardCache, ShardCacheSize
 from eagle3_data.cli.exchange import export_samples
 from eagle3_data.errors import ConfigError, Eagle3Error
 from eagle3_data.manifest import MANIFEST, Manifest
@@ -44,6 +45,8 @@ def train_command(
         Optional[list[str]],  # noqa: UP045
         typer.Option(help="Patched server: samples that the build lacks are captured when training needs them."),
     ] = None,
+    shard_cache: ShardCache = None,
+    shard_cache_size: ShardCacheSize = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and stop.")] = False,
 ) -> None:
     """Train an EAGLE-3 draft on a build, on one device.
@@ -56,7 +59,15 @@ def train_command(
         # a schema to fill in needs no folders yet
         data, out = data or (Path("DATA") if config is None else None), out or (Path("RUN") if config is None else None)
     settings = gather(
-        config=config, preset=preset, data=data, out=out, target=target, minutes=minutes, assignments=set_ or []
+        config=config,
+        preset=preset,
+        data=data,
+        out=out,
+        target=target,
+        minutes=minutes,
+        shard_cache=shard_cache,
+        shard_cache_size=shard_cache_size,
+        assignments=set_ or [],
     )
     if print_config:
         print(to_yaml(settings) + memory_note(settings), end="")
@@ -73,6 +84,8 @@ def gather(
     target: str | None,
     minutes: float | None,
     assignments: list[str],
+    shard_cache: Path | None = None,
+    shard_cache_size: str | None = None,
 ) -> TrainConfig:
     """One configuration out of file, preset and options; later ones win in this order: preset, file, options."""
     values: dict[str, Any] = {"data": {}, "run": {}}
@@ -89,6 +102,10 @@ def gather(
         values.setdefault("target", {})["model"] = target
     if minutes is not None:
         values.setdefault("optim", {})["max_minutes"] = minutes
+    if shard_cache is not None:
+        values["data"]["shard_cache"] = str(shard_cache)
+    if shard_cache_size is not None:
+        values["data"]["shard_cache_size"] = shard_cache_size
     values = override(values, assignments)
     missing = [f"--{name}" for name, section, field in _REQUIRED if field not in values[section]]
     if missing:
@@ -112,10 +129,12 @@ def memory_note(settings: TrainConfig) -> str:
     )
 
 
-def open_samples(folder: Path, servers: tuple[str, ...]) -> contextlib.AbstractContextManager[Samples]:
+def open_samples(
+    folder: Path, servers: tuple[str, ...], shard_cache: Path | None = None, shard_cache_size: str | None = None
+) -> contextlib.AbstractContextManager[Samples]:
     """The samples of a build folder or of a mirror; with servers those, too, that are still to be captured."""
     from eagle3_data.shards import ShardSet
-    from eagle3_data.shards.remote import RemoteShardSet
+    from eagle3_data.shards.remote import open_samples as open_stored
 
     if servers:
         from eagle3_data.builders.live_ranks import Ranks, open_live
@@ -123,7 +142,13 @@ def open_samples(folder: Path, servers: tuple[str, ...]) -> contextlib.AbstractC
 
         return open_live(replace(recall(folder), servers=servers), Ranks.of_environment(), on_text=say)
     local = (folder / MANIFEST).exists() or folder.is_absolute() or folder.is_dir()
-    return contextlib.nullcontext(ShardSet.open(folder) if local else RemoteShardSet.open(mirror_of(folder)))
+    if local and not (folder / MANIFEST).exists():
+        ShardSet.open(folder)  # raises: says what a build is
+    where = str(folder) if local else mirror_of(folder)
+    samples = open_stored(where, shard_cache=shard_cache, shard_cache_size=shard_cache_size)
+    if isinstance(samples, ShardSet) and samples.remote:
+        say(samples.check_far())
+    return contextlib.nullcontext(samples)
 
 
 def mirror_of(folder: Path) -> str:
@@ -138,7 +163,8 @@ def mirror_of(folder: Path) -> str:
 def _train(settings: TrainConfig, servers: tuple[str, ...]) -> None:
     from eagle3_data.train.trainer import Trainer
 
-    with open_samples(settings.data.folder, servers) as samples:
+    data = settings.data
+    with open_samples(data.folder, servers, data.shard_cache, data.shard_cache_size) as samples:
         trainer = Trainer(settings, samples)
         report = trainer.run()
     if not trainer.accelerator.is_main_process:

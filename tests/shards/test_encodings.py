@@ -268,7 +268,6 @@ def test_readers_undo_the_encoding(encoded: tuple[Path, CaptureSpec, list[FakeDu
 
 def test_encoded_builds_verify(encoded: tuple[Path, CaptureSpec, list[FakeDump]]) -> None:
     assert verify(encoded[0]).problems == []
-    assert verify(f"file://{encoded[0]}").problems == []
 
 
 def test_ids_of_encoded_samples_take_only_their_bytes(tmp_path: Path) -> None:

@@ -51,6 +51,9 @@ class ShardSink:
         self._waiting: dict[str, str] = {}
         self.tokens = manifest.tokens
         self.nbytes = manifest.nbytes
+        self.seals: list[ShardRow] = list(manifest.shards)
+        """Sealed shards in the order of their seals; it only grows."""
+        self._sealed = {row.name for row in manifest.shards}
         self.resumed = manifest.saved
         """Samples that were there before this run: sealed, or found whole in an open shard."""
         ledger.save(manifest.saved)
@@ -60,7 +63,7 @@ class ShardSink:
         """Held while a seal closes gaps: then samples of open shards lie elsewhere than `find` said."""
 
     def is_sealed(self, name: str) -> bool:
-        return any(row.name == name for row in self.manifest.shards)
+        return name in self._sealed
 
     def open_shard(self, planned: PlannedShard) -> list[int]:
         """Open (or reopen) a shard; returns the rows of the store that it still needs, in order."""
@@ -124,7 +127,7 @@ class ShardSink:
         """Seal the shard once all its samples are saved or given up."""
         async with self._sealing:
             shard = self._open.get(name)
-            if shard is None or shard.pending:
+            if shard is None or not shard.settled:
                 return
             self.ledger.flush()
             row = await asyncio.to_thread(self._seal, shard)
@@ -156,6 +159,8 @@ class ShardSink:
         shards = tuple(sorted((*self.manifest.shards, row), key=lambda shard: shard.name))
         self.manifest = self.manifest.model_copy(update={"shards": shards, "failed": self.ledger.failed})
         self.manifest.save(self.folder)
+        self._sealed.add(row.name)
+        self.seals.append(row)
 
     def _recover(self, name: str) -> None:
         """A crash between rename and manifest row: adopt the file if it is what its index part says, else reopen it."""

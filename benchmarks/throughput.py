@@ -1,6 +1,6 @@
 """How fast `eagle3-data build` takes dumps that cost nothing: request, match, copy, checksum, shard, seal, manifest.
 
-    python -m benchmarks.throughput [--sizes 135 5] [--gigabytes 4] [--rounds 3] [--out benchmarks/results/throughput.json]
+    python -m benchmarks.throughput [--sizes 135 5] [--gigabytes 4] [--rounds 3] [--where tmpfs disk] [--out FILE]
 
 A server in a process of its own keeps finished dumps of Kimi-K2.5's shape (57,344 bytes per token, bfloat16) in a tmpfs
 spool; for each request it writes a new header and the ids into one and links it, so that a dump costs it about a
@@ -42,6 +42,8 @@ KIMI = CaptureSpec(model="kimi", layers=(1, 29, 57), width=7168, vocab_size=VOCA
 HEADER_BYTES = 2048
 SPOOL_BYTES = 3 << 30
 """All dumps of the pool together; the builder never has more outstanding."""
+BLOCK, SOURCE_BYTES = 8 << 20, 512 << 20
+"""Of `dd`, and of the file it reads."""
 BUILD = "import sys; from eagle3_data.cli import main; main()"
 
 
@@ -99,26 +101,23 @@ class ReadyServer(ReplayServer):
 
 
 def serve(spool: Path, tokens: int) -> None:
-    """Until standard input ends; the URL is the first line of the output, its CPU seconds the last."""
+    """Until standard input ends; the URL is the first line of the output."""
     with ReadyServer(spool, replace(KIMI, model=str(tiny_model("llama"))), tokens) as server:
         print(server.url, flush=True)
-        started = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         sys.stdin.read()
-    print(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - started, flush=True)
 
 
 @contextmanager
-def serving(spool: Path, tokens: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """(URL, {"cpu_s"}): the CPU seconds are there when the block has ended."""
+def serving(spool: Path, tokens: int) -> Iterator[str]:
+    """The URL of a server in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.throughput", "--serve", str(spool), "--tokens", str(tokens)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None and process.stdout is not None
-    spent: dict[str, float] = {}
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        yield process.stdout.readline().strip(), spent
+        yield process.stdout.readline().strip()
     finally:
         process.stdin.close()
-        spent["cpu_s"] = float(process.stdout.readline() or "nan")
         process.wait()
 
 
@@ -131,19 +130,20 @@ def write_samples(path: Path, count: int, tokens: int) -> None:
             file.write(json.dumps({"id": f"r{number}", "input_ids": ids, "loss_mask": mask}) + "\n")
 
 
-def dd(source: Path, target: Path, count: int, *, durable: bool) -> float:
-    """GB/s of `count` files' bytes in one file, as `dd` itself has them written."""
-    nbytes = source.stat().st_size
+def dd(source: Path, target: Path, nbytes: int, *, durable: bool) -> float:
+    """GB/s of `dd` from a file in tmpfs, read again and again, into one file of `nbytes`; durable at its end."""
     target.unlink(missing_ok=True)
+    blocks, each = nbytes // BLOCK, source.stat().st_size // BLOCK
     began = time.perf_counter()
-    reader = subprocess.Popen(["cat", *[str(source)] * count], stdout=subprocess.PIPE)
-    sync = ["conv=fdatasync"] if durable else []
-    command = ["dd", f"of={target}", "bs=8M", "iflag=fullblock", "status=none", *sync]
-    subprocess.run(command, stdin=reader.stdout, check=True)
+    for at in range(0, blocks, each):
+        count = min(each, blocks - at)
+        last = at + count >= blocks
+        conv = "notrunc,fdatasync" if durable and last else "notrunc"
+        command = ["dd", f"if={source}", f"of={target}", f"bs={BLOCK}", f"seek={at}", f"count={count}", f"conv={conv}"]
+        subprocess.run([*command, "status=none"], check=True)
     seconds = time.perf_counter() - began
-    reader.wait()
     target.unlink()
-    return nbytes * count / seconds / 1e9
+    return blocks * BLOCK / seconds / 1e9
 
 
 @dataclass(frozen=True)
@@ -154,12 +154,13 @@ class Case:
     count: int
 
 
-def measure(case: Case, samples: Path, url: str, spool: Path) -> dict[str, Any]:
+def measure(case: Case, samples: Path, url: str, source: Path) -> dict[str, Any]:
+    """One build between two runs of `dd`."""
     out, durable = case.folder / "out", case.where == "disk"
     shutil.rmtree(out, ignore_errors=True)
     os.sync()
-    source = next((spool / ".pool").iterdir())
-    before = dd(source, case.folder / "dd", case.count, durable=durable)
+    nbytes = case.count * case.tokens * KIMI.dump_bytes_per_token
+    before = dd(source, case.folder / "dd", nbytes, durable=durable)
     os.sync()
     command = [sys.executable, "-c", BUILD, "build", str(samples), "--model", str(tiny_model("llama"))]
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -171,7 +172,7 @@ def measure(case: Case, samples: Path, url: str, spool: Path) -> dict[str, Any]:
     assert (last.event, last.phase, last.done) == ("end", "finished", case.count), last
     shutil.rmtree(out)
     os.sync()
-    after = dd(source, case.folder / "dd", case.count, durable=durable)
+    after = dd(source, case.folder / "dd", nbytes, durable=durable)
     speed = last.nbytes / last.active_s / 1e9
     return {
         "seconds": last.active_s,
@@ -206,15 +207,19 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="eagle3-speed-", dir=asked.disk) as disk,
     ):
         folders = {"tmpfs": Path(memory), "disk": Path(disk)}
+        source = Path(memory) / "source"
+        with source.open("wb") as file:
+            for _ in range(SOURCE_BYTES // BLOCK):
+                file.write(os.urandom(BLOCK))
         for megabytes in asked.sizes:
             tokens = round(megabytes * 1e6 / KIMI.dump_bytes_per_token)
             count = max(2, round(asked.gigabytes * 1e9 / tokens / KIMI.dump_bytes_per_token))
             spool, samples = Path(memory) / f"spool-{tokens}", Path(disk) / f"{tokens}.jsonl"
             write_samples(samples, count, tokens)
-            with serving(spool, tokens) as (url, _):
+            with serving(spool, tokens) as url:
                 for where in asked.where:
                     case = Case(where, folders[where], tokens, count)
-                    rounds = [measure(case, samples, url, spool) for _ in range(asked.rounds)]
+                    rounds = [measure(case, samples, url, source) for _ in range(asked.rounds)]
                     medians = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
                     best = max(one["gb_per_s"] for one in rounds)
                     results.add(where=where, tokens=tokens, samples=count, **medians, best_gb_per_s=best)

@@ -146,7 +146,7 @@ def header_bytes(spec: CaptureSpec) -> int:
 
 
 def block_layout(spec: CaptureSpec, tokens: int, packed: Sequence[int] | None = None) -> BlockLayout:
-    """`packed`: bytes of the exponent planes of a compressed sample; None: the most they can be."""
+    """`packed`: bytes of the high planes of a compressed sample; None: the most they can be."""
     state_bytes, header = states_nbytes(spec, tokens, packed), header_bytes(spec)
     return BlockLayout(tokens, header + state_bytes + 5 * tokens, state_bytes, header)
 

@@ -66,7 +66,7 @@ class Placed:
     tail: str
     """XXH3-64 of its ids, mask and padding, hex."""
     packed: tuple[int, ...] = ()
-    """Bytes of its exponent planes."""
+    """Bytes of its compressed planes."""
 
     def to_line(self) -> str:
         data = {"record": self.record.to_dict(), "tail": self.tail, "packed": self.packed}

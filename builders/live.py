@@ -29,6 +29,7 @@ from eagle3_data.builders.sink import ShardSink
 from eagle3_data.capture import Alignment, CaptureSpec
 from eagle3_data.errors import BuildFailed
 from eagle3_data.protocol import IDS, MASK
+from eagle3_data.shards.index import read_index
 from eagle3_data.shards.reader import ShardSet, columns_at, map_shard
 from eagle3_data.shards.table import COLUMNS
 
@@ -210,15 +211,15 @@ class LiveSamples:
             return {name: tensor.clone() for name, tensor in found.items()}
 
     def _refresh(self) -> None:
-        """Look at the index again when shards were sealed since."""
+        """Read the index of the shards that were sealed since, and of no other."""
         with self._refreshing:
-            manifest = self._sink.manifest
-            if len(manifest.shards) == self._sealed_shards:
+            new = self._sink.seals[self._sealed_shards :]
+            if not new:
                 return
-            shards = ShardSet.open(self._config.out)
-            self._sealed = {key: (shards, number) for number, key in enumerate(shards.keys)}
-            # not the builder's count: what it has in memory may not be on disk yet
-            self._sealed_shards = len(shards.manifest.shards)
+            folder, manifest = self._config.out, self._sink.manifest.model_copy(update={"shards": tuple(new)})
+            shards = ShardSet(folder, manifest, read_index(folder, manifest))
+            self._sealed.update((key, (shards, number)) for number, key in enumerate(shards.keys))
+            self._sealed_shards += len(new)
 
     def _run(self) -> None:
         try:

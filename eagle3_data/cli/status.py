@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -77,7 +78,7 @@ def render(where: str, status: Status) -> Table:
         "servers": f"{status.servers_up} of {status.servers} up, {status.inflight} requests in flight",
         "progress": f"last {format_duration(status.progress_age_s)} ago",
     }
-    gone = deleted_shards(folder)
+    gone = {} if "://" in where else deleted_shards(Path(where))
     if gone:
         rows["removed"] = f"{len(gone):,} shards, which are in {', '.join(sorted(set(gone.values())))}"
     for name, value in rows.items():

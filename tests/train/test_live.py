@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -156,3 +159,28 @@ def test_too_many_failures_end_the_training(
         open_samples(folder, (running.url,)) as samples,
     ):
         Trainer(make_config("optim.epochs=1"), samples).run()
+
+
+def test_each_index_part_is_read_once(
+    folder: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a seal costs does not grow with the shards that were sealed before it."""
+    reads: list[str] = []
+    real = pq.read_table
+
+    def read_table(path: Path, **options: Any) -> pa.Table:
+        reads.append(Path(path).name)
+        return real(path, **options)
+
+    remember(replace(recall(folder), shard_bytes=16 << 10))
+    with server(tiny_llama, tmp_path) as running, open_samples(folder, (running.url,)) as samples:
+        monkeypatch.setattr(pq, "read_table", read_table)
+        samples.expect(range(len(samples)))
+        for i in range(len(samples)):
+            samples.read(i)  # as it comes, so that seals and reads alternate
+        samples.close()
+        for i in range(len(samples)):
+            samples.read(i)
+    shards = len(Manifest.load(folder).shards)
+    assert shards >= COUNT // 2
+    assert len(reads) <= 2 * shards  # a part by the reader, and once more when the index becomes one file

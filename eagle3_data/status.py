@@ -120,8 +120,8 @@ def _state(last: Tick, age: float, alive: bool) -> State:
 
 def _mirrored(url: str) -> Manifest:
     from eagle3_data.hub.mirror import make_mirror
-    from eagle3_data.hub.patience import Patience
     from eagle3_data.manifest import MANIFEST, Manifest
+    from eagle3_data.patience import Patience
 
     mirror = make_mirror(url, Patience())
     try:

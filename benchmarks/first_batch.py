@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import IDS, MASK
 from eagle3_data.shards import ShardSet
 from eagle3_data.shards.index import whole_path
@@ -37,6 +39,10 @@ def enlarge(folder: Path, samples: int) -> None:
     large = table.take(rows)
     keys = pa.array([f"{i:08d}" for i in range(samples)])
     pq.write_table(large.set_column(large.schema.get_field_index("key"), "key", keys), path)
+    counts = Counter(large.column("shard").to_pylist())
+    manifest = Manifest.load(folder)
+    shards = tuple(row.model_copy(update={"samples": counts[row.name]}) for row in manifest.shards)
+    manifest.model_copy(update={"shards": shards}).save(folder)
 
 
 def main() -> None:

@@ -112,3 +112,32 @@ def test_the_witness_writes_what_layers_and_norm_returned(tmp_path: Path, monkey
     assert found["layer.0"].equal(3 * x)
     assert found["layer.1"].equal(4 * x + x + 2 * x)
     assert found["norm"].equal(last)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "2k"])
+def test_the_ranks_benchmark_has_settings_that_training_takes_and_data_that_it_reads(
+    tmp_path: Path, shape: str
+) -> None:
+    import ranks
+
+    from eagle3_data.shards import ShardSet
+    from eagle3_data.train.config import parse_config
+
+    options = ranks.Options(shape, 40, True, tmp_path)
+    config = parse_config(ranks.settings(options, "fsdp2", "bf16"), source="ranks")
+    assert config.run.checkpoint_every_steps == 20
+    assert config.optim.max_steps == 40
+    if shape == "tiny":
+        ranks.make_data(tmp_path, ranks.SHAPES[shape])
+        data = ShardSet.open(config.data.folder)
+        assert len(data) == ranks.SAMPLES
+        assert int(data.tokens.max()) <= config.data.max_sample_tokens
+
+
+def test_curves_are_compared_in_the_steps_that_both_have() -> None:
+    import ranks
+
+    whole = {"losses": {1: 4.0, 2: 2.0, 3: 1.0}, "tokens": {1: 5, 2: 9, 3: 12}}
+    rest = {"losses": {2: 2.1, 3: 1.0}, "tokens": {2: 9, 3: 13}}
+    found = ranks.compare(rest, whole)
+    assert found == {"steps": 2, "max_difference": pytest.approx(0.05), "same_tokens": False}

@@ -10,6 +10,7 @@ from eagle3_data.cli import train as cli
 from eagle3_data.errors import ConfigError
 from eagle3_data.train.config import TrainConfig, load_config, override, parse_config, to_yaml
 from eagle3_data.train.presets import PRESETS, preset
+from tests.builds import make_build
 from tests.train.conftest import MakeConfig
 
 
@@ -89,6 +90,14 @@ def test_module_entry_point(
     code, _, err = call("--data", str(tmp_path / "no-build"), "--out", str(tmp_path / "run"))
     assert (code, err.startswith("error: ")) == (1, True)
     assert call("--no-such-option")[0] == 2
+
+
+def test_print_config_states_the_memory_of_reading_ahead_in_bytes(make_config: MakeConfig, tmp_path: Path) -> None:
+    make_build(tmp_path / "build")
+    settings = make_config(f"data.folder={tmp_path / 'build'}")
+    each = (3 * 64 + 64) * 2  # three aux states and the last one, bf16
+    assert f" {3 * 128 * each:,} bytes at most ({each:,} per position)" in cli.memory_note(settings)
+    assert f"{3 * 128:,} positions at most" in cli.memory_note(make_config())
 
 
 def test_parse_config_needs_data_and_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,11 @@ def test_parts_are_one_build(builds: Builds) -> None:
     merged, calm = Manifest.load(builds.folder / "out"), Manifest.load(builds.folder / "calm")
     assert (merged.plan, merged.content_id, merged.fingerprint) == (calm.plan, calm.content_id, calm.fingerprint)
     assert sum("rows of" in text for text in builds.texts) == 2, "rendered once for all parts, and once for `calm`"
+    with builds.server(spool="c") as three:
+        shutil.rmtree(builds.folder / "out/.build/parts")
+        with pytest.raises(ConfigError, match="is complete and its parts are gone"):
+            fleet(builds, "out", samples, three.url)
+        assert three.requests == []
     ticks = read_tail(journal_path(builds.folder / "out"))
     assert {(tick.of, tick.tokens_of) for tick in ticks} == {(60, calm.plan.tokens)}
     assert {tick.nbytes_of for tick in ticks} == {calm.plan.nbytes}

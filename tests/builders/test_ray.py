@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_data.builders.fleet_part import PartJob
-from eagle3_data.builders.ray_crew import RayCrew, build_on_ray
+from eagle3_data.builders.ray_crew import build_on_ray
 from eagle3_data.cli import main
 from eagle3_data.errors import ConfigError
 from eagle3_data.journal import Tick, journal_path, read_tail
@@ -127,28 +126,6 @@ def test_a_worker_is_killed_the_driver_interrupted_and_the_data_is_one_machines(
     history = read_tail(journal_path(out))
     assert all(later.done >= earlier.done for earlier, later in itertools.pairwise(history))
     assert all(later.nbytes >= earlier.nbytes for earlier, later in itertools.pairwise(history))
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("ray")
-def test_how_a_worker_ends_is_said(builds: Builds, cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    crew = RayCrew(ray)
-    crew.start(
-        PartJob(index=0, folder="/nowhere", servers=("http://127.0.0.1:9",), api_key=None, retry_failed=False, cwd="/")
-    )
-    crew.start(
-        PartJob(
-            index=1, folder="/", servers=("http://127.0.0.1:9",), api_key=None, retry_failed=False, cwd="/", version="0"
-        )
-    )
-    found = {}
-    while len(found) < 2:
-        found.update(crew.ended(60.0))
-    assert "does not see /nowhere" in found[0].error
-    assert "every worker mounts" in found[0].next
-    assert "the driver 0" in found[1].error
 
 
 def test_without_ray(builds: Builds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """Gigabytes per second of states from warm shards into one buffer, beside other ways of reading the same files.
 
-    python benchmarks/read.py [--samples 5 50 352] [--bytes 700] [--rounds 3] [--folder DIR]
+    python benchmarks/read.py [--samples 5 50 352] [--bytes 700] [--rounds 3] [--folder DIR] [--write]
 
 For each sample size (MB) a build with Kimi-K2.5's widths (three aux layers of 7,168 in bfloat16) is written, read once,
 and then read by every way in turn, `--rounds` times; the median round counts. Every way ends with the states of every
@@ -13,17 +13,22 @@ sample in the same preallocated buffer, as a training loop needs them:
     ours, http          RemoteShardSet.read_into from a web server in this process (shares the two cores)
     datasets            plain load_dataset(folder, streaming=True) and safetensors.torch.load
     webdataset          plain webdataset.WebDataset and safetensors.torch.load
+
+`--write` puts the sizes of this run into benchmarks/results/read.json and the table into docs/reading.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,6 +44,9 @@ from tests.builds import make_build
 from tests.webserver import FolderServer
 
 SPEC = CaptureSpec(model="kimi", layers=(1, 29, 57), width=7168, last="none", vocab_size=163_840)
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, DOCS = ROOT / "benchmarks" / "results" / "read.json", ROOT / "docs" / "reading.md"
+BEGIN, END = "<!-- made by benchmarks/read.py -->", "<!-- end -->"
 Way = Callable[[], Iterator[torch.Tensor | None]]
 
 
@@ -48,15 +56,43 @@ def main() -> None:
     options.add_argument("--bytes", type=float, default=700, help="MB of one build")
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--folder", default=None, help="where to write the builds")
+    options.add_argument("--write", action="store_true", help="keep the figures")
     asked = options.parse_args()
     torch.set_num_threads(1)  # a copy in several threads waits for the slowest, and the raw read has one
     for megabytes in asked.samples:
         with tempfile.TemporaryDirectory(prefix="eagle3-bench-", dir=asked.folder) as folder:
             os.environ["HF_HOME"] = folder
-            measure(Path(folder), megabytes, max(2, round(asked.bytes / megabytes)), asked.rounds)
+            rates = measure(Path(folder), megabytes, max(2, round(asked.bytes / megabytes)), asked.rounds)
+        if asked.write:
+            keep(f"{megabytes:g}", rates)
 
 
-def measure(folder: Path, megabytes: float, count: int, rounds: int) -> None:
+def keep(megabytes: str, rates: dict[str, list[float]]) -> None:
+    """Put one size's rounds into the results, and the table of all sizes into the docs."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"GB/s by sample size (MB), every round": {}}
+    sizes = results["GB/s by sample size (MB), every round"]
+    sizes[megabytes] = {name: [round(rate, 3) for rate in found] for name, found in rates.items()}
+    results["versions"] = {name: version(name) for name in ("torch", "datasets", "webdataset", "safetensors")}
+    results["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release().split('-')[0]}"
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    columns = sorted(sizes, key=float)
+    lines = [
+        "| | " + " | ".join(f"{size} MB" for size in columns) + " |",
+        "| --- |" + " --- |" * len(columns),
+    ]
+    for name in sizes[columns[0]]:
+        cells = []
+        for size in columns:
+            found, raw = statistics.median(sizes[size][name]), statistics.median(sizes[size]["raw read"])
+            web = statistics.median(sizes[size]["webdataset"])
+            cells.append(f"{found:.2f} GB/s, {found / raw:.2f} of raw, {found / web:.1f} x webdataset")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    before, _, rest = DOCS.read_text().partition(BEGIN)
+    DOCS.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{rest.partition(END)[2]}")
+
+
+def measure(folder: Path, megabytes: float, count: int, rounds: int) -> dict[str, list[float]]:
     tokens = round(megabytes * 1e6 / SPEC.state_bytes_per_token)
     build = folder / "build"
     make_build(build, [tokens] * count, per_shard=max(1, round(350 / megabytes)), spec=SPEC)
@@ -86,6 +122,7 @@ def measure(folder: Path, megabytes: float, count: int, rounds: int) -> None:
             f"{median[name] / median['raw read']:5.2f} of raw   {median[name] / median['webdataset']:5.1f} x webdataset"
         )
         print(f"  {name:28} {median[name]:6.2f} GB/s  ({min(found):.2f} to {max(found):.2f})   {ratios}", flush=True)
+    return rates
 
 
 def make_ways(data: ShardSet, buffer: torch.Tensor, url: str) -> dict[str, Way]:

@@ -216,6 +216,8 @@ class Extractor:
 
     async def _adopt(self, job: Job, sample: Sample) -> bool:
         """Use the dump that an earlier process of this build asked for and did not take; proven like any other."""
+        if not self._leftovers:
+            return False
         instances = {row.instance for row in self.sink.manifest.servers}
         for rid in [rid for rid in self._leftovers if rid.split("-")[2] == sample.key]:
             path, parsed = self._leftovers[rid], RequestId.parse(rid)

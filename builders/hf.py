@@ -26,7 +26,7 @@ from eagle3_data.capture import CaptureSpec, Encoding
 from eagle3_data.errors import ConfigError, DatasetUnavailable
 from eagle3_data.loading import build_home
 from eagle3_data.manifest import MANIFEST, Manifest
-from eagle3_data.shards.cache import CacheConfig
+from eagle3_data.shards.cache import CacheConfig, choose_cache
 from eagle3_data.shards.reader import ShardSet
 from eagle3_data.shards.remote import RemoteShardSet
 from eagle3_data.shards.sources import Access
@@ -68,13 +68,18 @@ class Eagle3Config(datasets.BuilderConfig):  # type: ignore[misc, unused-ignore]
     encoding: Encoding | None = None
     """How generation stores the states; a build that exists keeps its own, and is decoded when it is read."""
     shard_cache: str | None = None
-    """Folder that keeps shards of a mirror; None: samples are read by ranges."""
-    shard_cache_bytes: int = 100 << 30
-    """At most this many bytes there; the shard whose last use is oldest goes first."""
+    """Folder that keeps shards of a mirror; None: $EAGLE3_DATA_SHARD_CACHE, else samples are read by ranges."""
+    shard_cache_size: int | str | None = None
+    """At most this much there (bytes, or a text like '100GB'); the shard whose last use is oldest goes first."""
+
+    def cache(self) -> CacheConfig | None:
+        return choose_cache(self.shard_cache, self.shard_cache_size)
 
     def place(self, location: str, content_id: str, access: Access) -> Place:
-        cache = str(Path(self.shard_cache).absolute()) if self.shard_cache else ""
-        return Place(location, content_id, cache, self.shard_cache_bytes if cache else 0, access)
+        cache = self.cache()
+        return Place(
+            location, content_id, str(cache.folder) if cache else "", cache.limit_bytes if cache else 0, access
+        )
 
     def tensors(self, capture: CaptureSpec, place: Place | None) -> dict[str, StateTensor]:
         """The tensor columns, in file order. Raises ConfigError for a name that is none."""
@@ -107,11 +112,17 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc, unuse
     def _info(self) -> datasets.DatasetInfo:
         summary = self.RECIPE.summary if self.RECIPE else "A build of eagle3-data."
         known = self._known()
+        if known is None and self.RECIPE is None and self.config.server is None:
+            raise self._nothing_at_hand()  # nothing is known of it: said here, before `datasets` wraps it
         capture = known.spec if known else self.RECIPE.capture if self.RECIPE else None
         info = datasets.DatasetInfo(description=summary, features=self._features(capture, None) if capture else None)
         if known is not None and known.state == "complete":
             size = datasets.SplitInfo(known.split, num_bytes=known.nbytes, num_examples=known.saved)
             info.splits = datasets.SplitDict({known.split: size}, dataset_name=self.dataset_name)
+        elif known is None and self.RECIPE is not None and self.config.server is None:
+            # its name is known and its size is not; without it `get_dataset_config_info` would look for the data
+            name = datasets.SplitInfo(self.RECIPE.split)
+            info.splits = datasets.SplitDict({self.RECIPE.split: name}, dataset_name=self.dataset_name)
         return info
 
     def _known(self) -> Manifest | None:
@@ -137,8 +148,7 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc, unuse
 
     def _mirror(self, config: Eagle3Config) -> RemoteShardSet:
         assert config.mirror is not None
-        cache = CacheConfig(Path(config.shard_cache), config.shard_cache_bytes) if config.shard_cache else None
-        return open_mirror(config.mirror, config.revision, cache, self._access())
+        return open_mirror(config.mirror, config.revision, config.cache(), self._access())
 
     def _access(self) -> Access:
         return Access.of(getattr(self, "token", None), getattr(self, "storage_options", None))
@@ -158,7 +168,7 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc, unuse
         config: Eagle3Config = self.config
         local = self._local_build(config)
         if local is not None and (config.server is None or Manifest.load(local).state == "complete"):
-            shards = ShardSet.open(local)
+            shards = ShardSet.open(local, config.cache(), self._access())
             if not shards.manifest.shards:
                 raise DatasetUnavailable(f"{local} has no sealed shard yet", next=f"eagle3-data status {local}")
             self._check(shards.manifest, str(local))
@@ -172,7 +182,10 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc, unuse
 
             folder = generate(self.RECIPE, config, build_home(self.dataset_name)).resolve()
             return str(folder), ShardSet.open(folder)
-        raise DatasetUnavailable(
+        raise self._nothing_at_hand()
+
+    def _nothing_at_hand(self) -> DatasetUnavailable:
+        return DatasetUnavailable(
             f"{self.dataset_name}: no build, no mirror and no server at hand",
             next=(
                 "one of these three:\n"
@@ -245,7 +258,7 @@ class Eagle3Builder(datasets.GeneratorBasedBuilder):  # type: ignore[misc, unuse
             ):
                 at += 1
                 yield Key(number, row - span.start), {name: meta.get(name, row) for name in names}
-                if place.remote:
+                if table.remote:
                     place.ahead().expect(rows[at : at + AHEAD])
 
 

@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
 
@@ -23,11 +23,13 @@ from torch import Tensor
 from eagle3_data.builders.build import build
 from eagle3_data.builders.extract import Extractor
 from eagle3_data.builders.order import Job
+from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.sink import ShardSink
 from eagle3_data.capture import Alignment, CaptureSpec
 from eagle3_data.errors import BuildFailed
 from eagle3_data.protocol import IDS, MASK
+from eagle3_data.shards.index import read_index
 from eagle3_data.shards.reader import ShardSet, columns_at, map_shard
 from eagle3_data.shards.table import COLUMNS
 
@@ -145,9 +147,21 @@ class LiveSamples:
 
     def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Tensors of sample `i`; waits for its capture unless only ids and mask are asked for."""
+        while True:
+            found = self.read_within(i, columns, START_S)
+            if found is not None:
+                return found
+
+    def read_into(self, i: int, out: Mapping[str, Tensor]) -> None:
+        """As `ShardSet.read_into`."""
+        copy_rows(self.read(i, tuple(out)), out)
+
+    def read_within(self, i: int, columns: Sequence[str] | None, seconds: float) -> dict[str, Tensor] | None:
+        """As `read`, but None when the sample has not come in that time. Raises BuildFailed when it will not come."""
         names = tuple(columns or (name for name in COLUMNS if name in self._names))
         if set(names) <= {IDS, MASK}:
-            return self._stored(i, names)
+            return stored_sample(self._store, i, names, failed=self.keys[i] in self._sink.ledger.failures)
+        deadline = time.monotonic() + seconds
         found = self._find(i, names)
         if found is None:
             self._order.want(i)
@@ -157,22 +171,24 @@ class LiveSamples:
                 found = self._find(i, names)
                 if found is None:
                     raise BuildFailed(f"sample {self.keys[i]} is not in the shards, and the capture has ended")
+            elif time.monotonic() > deadline:
+                return None
             else:
                 time.sleep(POLL_S)
                 found = self._find(i, names)
         return found
 
+    def sealed(self, i: int) -> bool:
+        """Whether sample `i` lies in a shard that will not change any more."""
+        return self.keys[i] in self._sealed
+
+    def failed_keys(self) -> list[str]:
+        """Samples that were given up so far."""
+        return list(self._sink.ledger.failures)
+
     @property
     def _names(self) -> set[str]:
         return {name for name, _, _ in self.capture.tensors(1)}
-
-    def _stored(self, i: int, names: Sequence[str]) -> dict[str, Tensor]:
-        sample = self._store.row(i)
-        mask = torch.from_numpy(sample.loss_mask.copy())
-        if self.keys[i] in self._sink.ledger.failures:
-            mask.zero_()
-        tensors = {IDS: torch.from_numpy(sample.input_ids.copy()), MASK: mask}
-        return {name: tensors[name] for name in names}
 
     def _find(self, i: int, names: Sequence[str]) -> dict[str, Tensor] | None:
         """In a sealed shard, in an open one, or given up; None while it is still to come."""
@@ -182,7 +198,7 @@ class LiveSamples:
             shards, number = self._sealed[key]
             return shards.read(number, names)
         if key in self._sink.ledger.failures:
-            return self._empty(i, names)
+            return empty_sample(self.capture, int(self.tokens[i]), names)
         with self._sink.moving:
             place = self._sink.find(self._order.shard_of[i], key)
             if place is None or not place[0].exists():
@@ -195,20 +211,15 @@ class LiveSamples:
             return {name: tensor.clone() for name, tensor in found.items()}
 
     def _refresh(self) -> None:
-        """Look at the index again when shards were sealed since."""
+        """Read the index of the shards that were sealed since, and of no other."""
         with self._refreshing:
-            manifest = self._sink.manifest
-            if len(manifest.shards) == self._sealed_shards:
+            new = self._sink.seals[self._sealed_shards :]
+            if not new:
                 return
-            shards = ShardSet.open(self._config.out)
-            self._sealed = {key: (shards, number) for number, key in enumerate(shards.keys)}
-            self._sealed_shards = len(manifest.shards)
-
-    def _empty(self, i: int, names: Sequence[str]) -> dict[str, Tensor]:
-        shapes = {
-            name: (getattr(torch, dtype), shape) for name, dtype, shape in self.capture.tensors(int(self.tokens[i]))
-        }
-        return {name: torch.zeros(shapes[name][1], dtype=shapes[name][0]) for name in names}
+            folder, manifest = self._config.out, self._sink.manifest.model_copy(update={"shards": tuple(new)})
+            shards = ShardSet(folder, manifest, read_index(folder, manifest))
+            self._sealed.update((key, (shards, number)) for number, key in enumerate(shards.keys))
+            self._sealed_shards += len(new)
 
     def _run(self) -> None:
         try:
@@ -219,3 +230,23 @@ class LiveSamples:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def stored_sample(store: SampleStore, i: int, names: Sequence[str], *, failed: bool) -> dict[str, Tensor]:
+    """Ids and mask as they were sent; a sample that was given up trains nothing."""
+    sample = store.row(i)
+    mask = torch.from_numpy(sample.loss_mask.copy())
+    tensors = {IDS: torch.from_numpy(sample.input_ids.copy()), MASK: mask.zero_() if failed else mask}
+    return {name: tensors[name] for name in names}
+
+
+def empty_sample(capture: CaptureSpec, tokens: int, names: Sequence[str]) -> dict[str, Tensor]:
+    """Zeros in the shapes of a sample: takes part in a batch and trains nothing."""
+    shapes = {name: (getattr(torch, dtype), shape) for name, dtype, shape in capture.tensors(tokens)}
+    return {name: torch.zeros(shapes[name][1], dtype=shapes[name][0]) for name in names}
+
+
+def copy_rows(found: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+    """The first rows of each tensor, as many as there is room for."""
+    for name, target in out.items():
+        target.copy_(found[name][: len(target)])

@@ -31,7 +31,7 @@ from eagle3_data.status import format_bytes
 
 MIN_SHARD_BYTES = 1 << 12
 USUAL_EXPONENT_SHARE = 0.42
-"""Compressed size of an exponent plane: 0.41 of it on SmolLM2 (docs/format.md: 0.704 of bf16), rounded up."""
+"""Compressed size of the plane of high bytes: 0.41 of it on SmolLM2 (docs/format.md: 0.704 of bf16), rounded up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,7 @@ def check_plan(
 
 
 def usual_saving(spec: CaptureSpec) -> float:
-    """Bytes per token that compressed exponent planes usually take less than their room."""
+    """Bytes per token that compressed planes usually take less than their room."""
     values = sum(column.groups * spec.width for column in state_columns(spec) if column.encoding == "bf16-planes")
     return values * (1 - USUAL_EXPONENT_SHARE)
 

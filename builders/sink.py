@@ -53,6 +53,9 @@ class ShardSink:
         self._waiting: dict[str, str] = {}
         self.tokens = manifest.tokens
         self.nbytes = manifest.nbytes
+        self.seals: list[ShardRow] = list(manifest.shards)
+        """Sealed shards in the order of their seals; it only grows."""
+        self._sealed = {row.name for row in manifest.shards}
         self.resumed = manifest.saved
         """Samples that were there before this run: sealed, or found whole in an open shard."""
         ledger.save(manifest.saved)
@@ -62,7 +65,7 @@ class ShardSink:
         """Held while a seal closes gaps: then samples of open shards lie elsewhere than `find` said."""
 
     def is_sealed(self, name: str) -> bool:
-        return any(row.name == name for row in self.manifest.shards)
+        return name in self._sealed
 
     def reopen(self) -> None:
         """Open what an earlier run left unsealed, so that all counts begin with what is there and never go down."""
@@ -184,7 +187,7 @@ class ShardSink:
         """Seal the shard once all its samples are saved or given up."""
         async with self._sealing:
             shard = self._open.get(name)
-            if shard is None or shard.pending:
+            if shard is None or not shard.settled:
                 return
             await self.patiently(name, self.ledger.flush)
             row = await self.patiently_aside(name, lambda: self._seal(shard))
@@ -215,6 +218,8 @@ class ShardSink:
     def _record(self, row: ShardRow) -> None:
         shards = tuple(sorted((*self.manifest.shards, row), key=lambda shard: shard.name))
         self._save(self.manifest.model_copy(update={"shards": shards, "failed": self.ledger.failed}))
+        self._sealed.add(row.name)
+        self.seals.append(row)
 
     def _save(self, manifest: Manifest) -> None:
         manifest.save(self.folder)

@@ -75,6 +75,9 @@ class LocalSpool:
             pause = min(pause * 1.5, 0.1)
 
     async def remove(self, rid: str) -> None:
+        await asyncio.to_thread(self._unlink, rid)  # freeing the pages of a large dump takes tens of milliseconds
+
+    def _unlink(self, rid: str) -> None:
         for suffix in (DUMP_SUFFIX, ERROR_SUFFIX):
             (self.folder / f"{rid}{suffix}").unlink(missing_ok=True)
 

@@ -44,10 +44,6 @@ class Place:
     cache_bytes: int = 0
     access: Access = field(default_factory=Access, repr=False)
 
-    @property
-    def remote(self) -> bool:
-        return not Path(self.location).is_absolute()
-
     def table(self) -> SampleTable:
         return _open(self, os.getpid())
 
@@ -62,10 +58,10 @@ class Place:
 
 @lru_cache(maxsize=16)
 def _open(place: Place, _pid: int) -> SampleTable:
-    if not place.remote:
-        table: SampleTable = ShardSet.open(place.location)
+    cache = CacheConfig(Path(place.cache_dir), place.cache_bytes) if place.cache_dir else None
+    if Path(place.location).is_absolute():
+        table: SampleTable = ShardSet.open(place.location, cache, place.access)
     else:
-        cache = CacheConfig(Path(place.cache_dir), place.cache_bytes) if place.cache_dir else None
         table = RemoteShardSet.open(place.location, cache=cache, access=place.access)
     if table.fingerprint != place.content_id:
         raise ConfigError(f"{place.location} has changed since it was loaded", next="call load_dataset again")
@@ -128,12 +124,10 @@ class StateTensor:
         if not self.location:
             raise ConfigError(f"column {self.name} has lost its shards", next="load the data set with load_dataset")
         row, place = int(value), self.place
-        if place.remote:
-            tensor = place.ahead().take(row, self.name)
-        else:
-            tensor = place.table().read(row, (self.name,))[self.name]
-            if self.name in (IDS, MASK):
-                tensor = tensor.clone()  # small, and people change them in place
+        table = place.table()
+        tensor = place.ahead().take(row, self.name) if table.remote else table.read(row, (self.name,))[self.name]
+        if self.name in (IDS, MASK):
+            tensor = tensor.clone()  # small, and people change them in place
         setattr(tensor, ORIGIN, (self.content_id, self.name, row))
         return tensor
 

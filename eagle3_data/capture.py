@@ -16,7 +16,7 @@ LAST_STATES = ("hidden", "topk:K", "none")
 """What is kept of the last state: itself, the target's K most probable tokens, or nothing."""
 Encoding = Literal["bf16", "fp8", "bf16-planes"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
-"""How a state tensor is stored: as the model ran; e4m3 with a scale per token; exponents compressed, lossless."""
+"""How a state tensor is stored: as the model ran; e4m3 with a scale per token; high bytes compressed, lossless."""
 MAX_TOP_K = 1024
 TOP_IDS, TOP_LOGPROBS = "topk_ids", "topk_logprobs"
 

@@ -126,3 +126,32 @@ def read_tensor(file: Path, name: str) -> Tensor:
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"{file.name}: {name} is stored as {tensor.dtype}, a floating-point tensor is needed")
     return tensor
+
+
+def read_rows(folder: Path, names: Mapping[str, str], name: str, *, width: int, rows: int | None) -> Tensor:
+    """Tensor `name` as [rows, width], cut to the config's vocabulary (checkpoints pad it); None: all its rows.
+
+    Raises ConfigError when it is narrower, shorter or quantised.
+    """
+    tensor = read_tensor(folder / names[name], name)
+    if tensor.ndim != 2 or tensor.shape[1] != width or (rows is not None and tensor.shape[0] < rows):
+        wanted = f"[{rows}, {width}]" if rows is not None else f"[vocabulary, {width}]"
+        raise ConfigError(
+            f"{folder}: {name} has shape {list(tensor.shape)}, the config and the states say {wanted}",
+            next="the unquantised checkpoint of the model that the data was captured from",
+        )
+    return tensor[:rows]
+
+
+def read_head(folder: Path, text: Mapping[str, Any], *, width: int) -> tuple[Tensor, str]:
+    """The target's head [V, W] and its tensor's name; the embedding's when they are tied. Only this tensor is read.
+
+    `text`: the language model's config. A checkpoint that ties its head without saying so has no head tensor at all.
+    """
+    names = all_tensors(folder)
+    name = None if text.get("tie_word_embeddings") else pick(names, HEAD_ENDINGS)
+    name = name or pick(names, EMBED_ENDINGS)
+    if name is None:
+        raise ConfigError(f"{folder} has neither a head nor an embedding", next="give the target's whole checkpoint")
+    rows = int(text["vocab_size"]) if text.get("vocab_size") else None
+    return read_rows(folder, names, name, width=width, rows=rows), name

@@ -10,16 +10,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from eagle3_data.checkpoint import (
-    EMBED_ENDINGS,
-    HEAD_ENDINGS,
-    all_tensors,
-    logit_scale,
-    pick,
-    read_tensor,
-    resolve_checkpoint,
-    text_config,
-)
+from eagle3_data.checkpoint import logit_scale, read_head, resolve_checkpoint, text_config
 from eagle3_data.errors import ConfigError
 
 CHUNK_BYTES = 128 << 20
@@ -50,20 +41,9 @@ class TargetHead:
             raise ConfigError(
                 f"cannot read {folder / 'config.json'}: {error}", next="--head: the target's checkpoint"
             ) from None
-        names = all_tensors(folder)
-        name = None if text.get("tie_word_embeddings") else pick(names, HEAD_ENDINGS)
-        name = name or pick(names, EMBED_ENDINGS)
-        if name is None:
-            raise ConfigError(f"{folder} has neither a head nor an embedding", next="--head: the target's checkpoint")
-        weight = read_tensor(folder / names[name], name)
-        rows = int(text.get("vocab_size") or weight.shape[0])
-        if weight.ndim != 2 or weight.shape[1] != width or weight.shape[0] < rows:
-            raise ConfigError(
-                f"{folder}: {name} has shape {list(weight.shape)}, the states are {width} wide",
-                next="--head: the model that the data was captured from",
-            )
+        weight, _ = read_head(folder, text, width=width)
         softcap = text.get("final_logit_softcapping")
-        moved = weight[:rows].float() if device == "cpu" else weight[:rows].to(device)
+        moved = weight.float() if device == "cpu" else weight.to(device)
         return cls(moved.contiguous(), logit_scale(text), float(softcap) if softcap else None)
 
     @property

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from eagle3_data import runlock
 from eagle3_data.errors import ConfigError
 from eagle3_data.journal import Tick, journal_path, read_tail
-from eagle3_data.manifest import MANIFEST, Manifest
+
+if TYPE_CHECKING:
+    from eagle3_data.manifest import Manifest
 
 State = Literal["RUNNING", "STALLED", "DEAD", "INTERRUPTED", "FAILED", "COMPLETE", "PARTIAL"]
 WINDOW_S = 120.0
@@ -57,6 +59,8 @@ def read_status(where: Path | str, now: float | None = None) -> Status:
     folder = Path(where)
     ticks = read_tail(journal_path(folder))
     if not ticks:
+        from eagle3_data.manifest import MANIFEST, Manifest  # pydantic: half of the time that `status` takes
+
         if not (folder / MANIFEST).exists():
             raise ConfigError(f"{folder} holds no build", next="eagle3-data build --help")
         return _from_manifest(Manifest.load(folder), "read from the manifest; the run's journal is not here")
@@ -116,7 +120,8 @@ def _state(last: Tick, age: float, alive: bool) -> State:
 
 def _mirrored(url: str) -> Manifest:
     from eagle3_data.hub.mirror import make_mirror
-    from eagle3_data.hub.patience import Patience
+    from eagle3_data.manifest import MANIFEST, Manifest
+    from eagle3_data.patience import Patience
 
     mirror = make_mirror(url, Patience())
     try:

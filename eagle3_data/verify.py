@@ -14,14 +14,15 @@ import xxhash
 
 from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, CaptureSpec
 from eagle3_data.errors import Eagle3Error, ShardCorrupt
-from eagle3_data.manifest import Manifest, ShardRow
+from eagle3_data.hub.notes import deleted_shards
+from eagle3_data.manifest import FAILURES, Manifest, ShardRow
 from eagle3_data.protocol import IDS, MASK, ids_digest
 from eagle3_data.shards.codec import decode
+from eagle3_data.shards.index import read_index
 from eagle3_data.shards.layout import SampleRecord
 from eagle3_data.shards.reader import tensors_at, view_of
 from eagle3_data.shards.stored import state_columns, stored_states
 from eagle3_data.shards.tarwalk import TarSample, samples
-from eagle3_data.verify_source import Source, open_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class VerifyReport:
     where: str
     shards: int = 0
     mirrored: int = 0
-    """Shards that are not here because a mirror confirmed them (`push --delete-local`); check those there."""
+    """Shards that are not here because a mirror confirmed them (`push --delete-local`); `check_mirror` checks those."""
     samples: int = 0
     tokens: int = 0
     nbytes: int = 0
@@ -62,34 +63,31 @@ class _ShardResult:
     problem: Problem | None = None
 
 
-def verify(
-    where: Path | str, *, on_shard: Callable[[ShardRow], None] = lambda row: None, workers: int = 2
-) -> VerifyReport:
+def verify(folder: Path, *, on_shard: Callable[[ShardRow], None] = lambda row: None, workers: int = 2) -> VerifyReport:
     """Check every byte of a build folder. Problems are collected, not raised; only a missing manifest raises.
 
     Checked: file size and checksum; archive form and adjacency; records against index; widths, dtypes and row counts;
     ids digest; states against the server's checksum; finite values; mask; duplicate keys; counts of the manifest;
     saved + failed + skipped == planned; shards on disk that the manifest does not know.
     """
-    source = open_source(where)
-    manifest = source.manifest()
-    report = VerifyReport(source.where, shards=len(manifest.shards))
+    manifest = Manifest.load(folder)
+    report = VerifyReport(str(folder), shards=len(manifest.shards))
     try:
-        index = source.index(manifest)
+        index = read_index(folder, manifest)
     except (Eagle3Error, OSError, pa.ArrowException) as error:
         report.problems.append(Problem(f"index: {error}"))
         index = None
     rows = _index_rows(index)
-    elsewhere = source.elsewhere()
+    elsewhere = deleted_shards(folder)
     here = [row for row in manifest.shards if row.name not in elsewhere]
     report.mirrored = len(manifest.shards) - len(here)
     seen: dict[str, str] = {}
     with ThreadPoolExecutor(workers) as threads:
-        checks = (threads.submit(_check_shard, source, manifest.spec, row, rows) for row in here)
+        checks = (threads.submit(_check_shard, folder, manifest.spec, row, rows) for row in here)
         for result in (check.result() for check in list(checks)):
             _count(report, result, seen)
             on_shard(result.row)
-    report.problems.extend(_check_totals(source, manifest, report))
+    report.problems.extend(_check_totals(folder, manifest, report))
     return report
 
 
@@ -110,11 +108,11 @@ def _count(report: VerifyReport, result: _ShardResult, seen: dict[str, str]) -> 
 
 
 def _check_shard(
-    source: Source, spec: CaptureSpec, row: ShardRow, index: dict[str, dict[str, object]] | None
+    folder: Path, spec: CaptureSpec, row: ShardRow, index: dict[str, dict[str, object]] | None
 ) -> _ShardResult:
     result = _ShardResult(row)
     try:
-        with source.shard(row.name) as path, open(path, "rb") as file:
+        with open(folder / "data" / row.name, "rb") as file:
             # closed by the garbage collector: an error's traceback may still hold tensors over it
             view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         for sample in samples(view):
@@ -130,6 +128,8 @@ def _check_shard(
                 f"{len(result.keys)} samples with {result.tokens} tokens, "
                 f"the manifest says {row.samples} with {row.tokens}"
             )
+    except FileNotFoundError:
+        result.problem = Problem("it is in the manifest and not on disk", row.name)
     except (Eagle3Error, OSError, ValueError) as error:
         what = error.message if isinstance(error, Eagle3Error) else str(error)
         result.problem = Problem(what, row.name, result.keys[-1] if result.keys else "")
@@ -202,12 +202,13 @@ def _check_index(
             raise ShardCorrupt(f"sample {record.key}: {name} is {value}, the index says {row[name]}")
 
 
-def _check_totals(source: Source, manifest: Manifest, report: VerifyReport) -> Iterator[Problem]:
+def _check_totals(folder: Path, manifest: Manifest, report: VerifyReport) -> Iterator[Problem]:
     known = {row.name for row in manifest.shards}
-    for name in source.shard_names():
+    for name in sorted(path.name for path in (folder / "data").glob("*.tar")):
         if name not in known:
             yield Problem(f"data/{name} is not in the manifest; a resumed build adopts or replaces it")
-    rows = source.failures()
+    failures = folder / FAILURES
+    rows = failures.read_text().splitlines() if failures.exists() else []
     saved, skipped = manifest.saved, sum(manifest.plan.skipped.values())
     if manifest.state == "complete" and saved + len(rows) + skipped != manifest.plan.planned:
         yield Problem(f"saved {saved} + failed {len(rows)} + skipped {skipped} != planned {manifest.plan.planned}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -99,7 +100,7 @@ def put(shard: OpenShard, place: Place, dump: FakeDump, folder: Path) -> None:
 def make_build(
     folder: Path,
     lengths: Sequence[int] = (5, 64, 3, 100, 17, 8),
-    per_shard: int = 2,
+    per_shard: int | Sequence[int] = 2,
     spec: CaptureSpec = SPEC,
     head: TargetHead | None = None,
     dump: type[FakeDump] = FakeDump,
@@ -111,8 +112,10 @@ def make_build(
     scratch.mkdir(parents=True, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[ShardRow] = []
-    for number, start in enumerate(range(0, len(dumps), per_shard)):
-        part = dumps[start : start + per_shard]
+    if isinstance(per_shard, int):
+        per_shard = [per_shard] * -(-len(dumps) // per_shard)
+    for number, (start, end) in enumerate(pairwise(accumulate(per_shard, initial=0))):
+        part = dumps[start:end]
         spots = places(spec, part, start)
         shard = OpenShard(folder, shard_name("train", number), spots, spec, head)
         for place, one in zip(spots, part, strict=True):

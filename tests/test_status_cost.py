@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,16 @@ def test_only_the_tail_of_a_long_journal_is_read(tmp_path: Path, monkeypatch: py
     assert len(read_tail(journal_path(tmp_path))) > 1
     assert read_status(tmp_path, now=201.0).done == 99
     assert asked == [TAIL_BYTES, TAIL_BYTES]
+
+
+def test_the_command_loads_nothing_heavy(tmp_path: Path) -> None:
+    """Imports are most of what `status` takes: pydantic alone doubled it."""
+    Journal(tmp_path).close()
+    journal_path(tmp_path).write_text(tick(7, 100.0).to_line())
+    code = (
+        "import sys; from eagle3_data.cli import make_app; make_app('status')\n"
+        "from eagle3_data.status import read_status; from pathlib import Path; read_status(Path(sys.argv[1]))\n"
+        "print(sorted({'pydantic', 'torch', 'numpy', 'pyarrow', 'datasets'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -15,6 +15,7 @@ from eagle3_data.capture import Alignment
 from eagle3_data.errors import ConfigError
 
 LossKind = Literal["ce", "kl", "lk_alpha", "lk_lambda"]
+Tracker = Literal["tensorboard", "wandb"]
 Denominator = Literal["tokens", "valid", "batch"]
 
 
@@ -25,6 +26,10 @@ class _Section(BaseModel):
 class DataConfig(_Section):
     folder: Path
     """A finished (or growing) build: the folder that `eagle3-data build` wrote or `pull` fetched."""
+    shard_cache: Path | None = None
+    """Keep shards of a mirror in this folder; None: $EAGLE3_DATA_SHARD_CACHE, else samples are read by ranges."""
+    shard_cache_size: str | None = None
+    """At most so much there, for example 500GB; the shard whose last use is oldest goes first. None: 100GB."""
     max_sample_tokens: int = Field(default=4096, ge=4)
     """Longer samples are cut to this many tokens; how many were cut is printed and logged."""
     holdout_share: float = Field(default=0.05, ge=0.0, lt=1.0)
@@ -64,7 +69,10 @@ class DraftConfig(_Section):
     fc_init: Literal["identity", "random"] = "identity"
     """Start `fc` as the last aux state passed through unchanged, or from noise (all rivals)."""
     init_from: Path | None = None
-    """Warm start from a checkpoint or an SGLang export; keeps its vocabulary map."""
+    """Warm start from a checkpoint or an export of either engine."""
+    init_vocab: Literal["keep", "data"] = "keep"
+    """Warm start: 'keep' its vocabulary map, or make one from this 'data': `lm_head` rows of tokens that both have are
+    kept, the others start as `head_init` says."""
 
     @model_validator(mode="after")
     def _one_norm(self) -> DraftConfig:
@@ -98,8 +106,9 @@ class LossConfig(_Section):
     """lk_lambda: weight of the cross-entropy is lk_scale * exp(-lk_decay * acceptance)."""
     lk_decay: float = Field(default=3.0, ge=0.0)
     """See lk_scale."""
-    chunk_bytes: int = Field(default=256 << 20, ge=1 << 16)
-    """Logits held at once; the loss works through the positions in chunks of this size."""
+    chunk_bytes: int | None = Field(default=None, ge=1 << 16)
+    """Logits held at once; the loss works through the positions in chunks of this size. None: 2 GiB on a GPU, 256 MiB
+    on a CPU."""
 
 
 class BatchConfig(_Section):
@@ -167,8 +176,9 @@ class RunConfig(_Section):
     """Seconds between progress lines."""
     max_skipped_steps: int = Field(default=10, ge=0)
     """Steps in a row with a non-finite gradient that are skipped before the run is stopped."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
-    """Used when installed, through Accelerate; metrics.jsonl is always written."""
+    trackers: tuple[Tracker, ...] | None = None
+    """'tensorboard', 'wandb' (one that is not installed is an error), next to metrics.jsonl, which is always written.
+    None: TensorBoard where it is installed."""
     resume: bool = True
     """Go on from the newest checkpoint in `output` if there is one."""
 

@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import FrameType
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    InitProcessGroupKwargs,
+)
 from torch import nn
 
-from eagle3_data.errors import ConfigError
+from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.train.config import TrainConfig
+from eagle3_data.train.tracking import chosen_trackers
+
+PATIENCE = timedelta(hours=1)
+"""How long a rank waits in a collective: longer than a live build waits for its servers, or rank 0 counts a vocabulary.
+NCCL's own ten minutes would end the run before the error that says why."""
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
     """Precision and trackers from the config; devices, DDP or FSDP2 from `accelerate launch`."""
-    trackers = [name for name in config.run.trackers if importlib.util.find_spec(name) is not None]
     precision = config.run.precision
     if precision == "auto":
         precision = "bf16" if torch.cuda.is_available() else "fp32"
     plugin = fsdp2_plugin(bf16=precision == "bf16")
     accelerator = Accelerator(
         mixed_precision="bf16" if precision == "bf16" else "no",
-        log_with=list(trackers) or None,
+        log_with=list(chosen_trackers(config)) or None,
         project_dir=str(config.run.output),
         fsdp_plugin=plugin,
         # the embedding and the target's head are large buffers, equal on every rank from the start
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=PATIENCE),
+        ],
     )
     if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
         # torch shards on CPUs, too; Accelerate would go on with DDP there and not say so
@@ -84,6 +96,17 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.optim.lr, betas=config.optim.betas)
+
+
+def raise_together(failing: float, mine: Exception | None) -> None:
+    """On every rank, when at least one could not read its data: the ranks have summed up how many are `failing`."""
+    if mine is not None:
+        raise mine
+    if failing > 0:
+        raise TrainingError(
+            "another rank could not read its samples and has said why",
+            next="repeat the same command to go on from the last checkpoint",
+        )
 
 
 class StopSignal:

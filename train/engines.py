@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from eagle3_data.errors import TrainingError
+from eagle3_data.train.spec import DraftSpec
 
 Engine = Literal["sglang", "vllm"]
 
@@ -29,6 +30,9 @@ ADDS_ONE_IF_FIRST_IS_ONE = frozenset(
     }
 )
 """Target architectures whose SGLang class inherits DeepSeek-V2's `set_eagle3_layers_to_capture`, or repeats it."""
+
+
+DRAFT_BACKEND, DRAFT_QUANTISATION = "--speculative-draft-attention-backend", "--speculative-draft-model-quantization"
 
 
 def captured_by(engine: Engine, ids: Sequence[int], architecture: str) -> tuple[int, ...]:
@@ -52,10 +56,8 @@ def engine_layers(engine: Engine, outputs: Sequence[int], architecture: str) -> 
     )
 
 
-def launch_command(
-    engine: Engine, *, target: str, draft: str, draft_tokens: int, window: int | None, latent_attention: bool
-) -> str:
-    """A shell command that serves `target` with the draft."""
+def launch_command(engine: Engine, *, target: str, draft: str, draft_tokens: int, spec: DraftSpec) -> str:
+    """A shell command that serves `target` with the draft that `spec` describes."""
     if engine == "vllm":
         settings = f'{{"model": "{draft}", "method": "eagle3", "num_speculative_tokens": {draft_tokens}}}'
         return shlex.join(["vllm", "serve", target, "--speculative-config", settings])
@@ -63,9 +65,12 @@ def launch_command(
     command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft]
     command += ["--speculative-num-steps", str(draft_tokens), "--speculative-eagle-topk", "1"]
     command += ["--speculative-num-draft-tokens", str(draft_tokens + 1)]
-    if window is not None:
-        command += ["--speculative-draft-window-size", str(window)]
-    if latent_attention:
+    if spec.sliding_window_tokens is not None:
+        command += ["--speculative-draft-window-size", str(spec.sliding_window_tokens)]
+    if spec.latent_attention:
         # the target's MLA backend may not serve a draft with plain attention
-        command += ["--speculative-draft-attention-backend", "fa3"]
+        command += [DRAFT_BACKEND, "fa3"]
+    if spec.target_quantised:
+        # SGLang would take the target's --quantization for the draft, too
+        command += [DRAFT_QUANTISATION, "unquant"]
     return shlex.join(command)

@@ -101,6 +101,17 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptResult:
+    """What one prompt gave, to compare drafts prompt by prompt."""
+
+    id: str
+    tokens: int
+    verifications: int
+    repeats: bool
+    """Diversity below `LOW_DIVERSITY`."""
+
+
+@dataclass(frozen=True, slots=True)
 class EvalReport:
     draft: str
     target: str
@@ -116,6 +127,7 @@ class EvalReport:
     """Without the draft, when asked for."""
     equal_answers: int | None
     """Greedy answers equal to those without the draft, when asked for."""
+    per_prompt: list[PromptResult]
 
     @property
     def speedup(self) -> float | None:
@@ -247,4 +259,7 @@ def make_report(with_draft: Measured, plain: Measured | None, config: EvalConfig
         tokens_per_s=with_draft.tokens_per_s,
         plain_tokens_per_s=plain.tokens_per_s if plain is not None else None,
         equal_answers=equal,
+        per_prompt=[
+            PromptResult(a.prompt.id, len(a.output_ids), a.verifications, a.diversity < LOW_DIVERSITY) for a in answers
+        ],
     )

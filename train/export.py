@@ -166,8 +166,7 @@ def export_draft(
         target=model,
         draft=str(out),
         draft_tokens=draft_tokens,
-        window=spec.sliding_window_tokens,
-        latent_attention=spec.latent_attention,
+        spec=spec,
     )
     return Export(out, engine, [finding for finding in findings if finding.level == "warning"], command)
 

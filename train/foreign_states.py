@@ -6,6 +6,7 @@ Files get their names when they are whole, and what is there is not written agai
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.train.loader import Samples
 
 FILES_PER_FOLDER = 2000
+WRITERS = 8
 OnSample = Callable[[int, int], None]
 """Called with samples done and samples in all."""
 
@@ -27,21 +29,35 @@ OnSample = Callable[[int, int], None]
 def export_specforge(data: Samples, out: Path, *, on_sample: OnSample) -> None:
     """`rows_{a}-{b}/data_{i}.ckpt`, torch files of four tensors, as SpecForge's prepare_hidden_states writes them."""
     _check(data)
-    for i in range(len(data)):
+
+    def write(i: int) -> None:
         low = i // FILES_PER_FOLDER * FILES_PER_FOLDER
         path = out / f"rows_{low}-{low + FILES_PER_FOLDER}" / f"data_{i}.ckpt"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            read = data.read(i, (AUX, LAST, IDS, MASK))
-            record = {
-                "input_ids": read[IDS].long(),
-                "loss_mask": read[MASK].long(),
-                "aux_hidden_state": read[AUX][None].clone(),  # a view would bring its whole shard along
-                "hidden_state": read[LAST][None].clone(),
-            }
-            torch.save(record, durable.hidden(path))
-            durable.replace(path)
-        on_sample(i + 1, len(data))
+        if path.exists():
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        read = data.read(i, (AUX, LAST, IDS, MASK))
+        record = {
+            "input_ids": read[IDS].long(),
+            "loss_mask": read[MASK].long(),
+            "aux_hidden_state": read[AUX][None].clone(),  # a view would bring its whole shard along
+            "hidden_state": read[LAST][None].clone(),
+        }
+        torch.save(record, durable.hidden(path))
+        durable.replace(path)
+
+    _in_threads(write, len(data), on_sample)
+
+
+def _in_threads(write: Callable[[int], None], count: int, on_sample: OnSample) -> None:
+    """Small files wait for the disk far longer than they take to make."""
+    with ThreadPoolExecutor(WRITERS) as writers:
+        try:
+            for done, _ in enumerate(writers.map(write, range(count)), start=1):
+                on_sample(done, count)
+        except BaseException:
+            writers.shutdown(cancel_futures=True)
+            raise
 
 
 def export_speculators(data: Samples, out: Path, *, norm_weight: Tensor, on_sample: OnSample) -> None:
@@ -58,15 +74,19 @@ def export_speculators(data: Samples, out: Path, *, norm_weight: Tensor, on_samp
         read = data.read(i, (IDS, MASK))
         ids.append(read[IDS].numpy().astype(np.int64))
         masks.append(read[MASK].numpy().astype(np.int64))
+
+    def write(i: int) -> None:
         path = states / f"hs_{i}.safetensors"
-        if not path.exists():
-            read = data.read(i, (AUX, LAST))
-            before = (read[LAST].float() / norm_weight.float()).to(read[LAST].dtype)
-            aux = read[AUX].view(len(before), layers, -1)  # [T, L, W]
-            hidden = torch.cat([aux, before[:, None]], dim=1)  # [T, L+1, W]
-            save_file({"hidden_states": hidden, "token_ids": torch.from_numpy(ids[-1])}, durable.hidden(path))
-            durable.replace(path)
-        on_sample(i + 1, len(data))
+        if path.exists():
+            return
+        read = data.read(i, (AUX, LAST))
+        before = (read[LAST].float() / norm_weight.float()).to(read[LAST].dtype)
+        aux = read[AUX].view(len(before), layers, -1)  # [T, L, W]
+        hidden = torch.cat([aux, before[:, None]], dim=1)  # [T, L+1, W]
+        save_file({"hidden_states": hidden, "token_ids": torch.from_numpy(ids[i])}, durable.hidden(path))
+        durable.replace(path)
+
+    _in_threads(write, len(data), on_sample)
     _save_rows(out, ids, masks)
 
 

@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from eagle3_data.train.config import TrainConfig
-from eagle3_data.train.loader import BufferPool, Collator, HostBatch, Samples, empty_batch, to_device
+from eagle3_data.train.engine import raise_together
+from eagle3_data.train.loader import BufferPool, Collator, HostBatch, Samples, empty_batch, position_bytes, to_device
 from eagle3_data.train.losses import BINS, SUMS, StepMetrics, calibration_error, total_loss
 from eagle3_data.train.plan import MicroBatch, share
 from eagle3_data.train.simulate import Walk, walk_answers
@@ -47,6 +48,9 @@ class Heldout:
     def __init__(self, data: Samples, batches: list[MicroBatch], config: TrainConfig) -> None:
         self.data, self.batches, self.config = data, batches, config
         self.empty = empty_batch(data.capture, steps=config.ttt.steps, length=config.batch.pad_multiple)
+        self.positions = max(batch.positions for batch in batches)
+        self.nbytes = self.positions * position_bytes(data.capture)
+        """Host memory of an evaluation."""
 
     def run(self, model: TttModel, accelerator: Accelerator, dtype: torch.dtype) -> HeldoutReport:
         config, device = self.config, accelerator.device
@@ -58,11 +62,11 @@ class Heldout:
             alignment="strict",
             reader_threads=config.batch.reader_threads,
         )
-        positions = max(batch.positions for batch in self.batches)
-        pool = BufferPool(self.data.capture, positions=positions, count=1, pinned=False)
+        pool = BufferPool(self.data.capture, positions=self.positions, count=1, pinned=False)
         sums = torch.zeros(steps, len(SUMS), dtype=torch.float64, device=device)
         calibration = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
         walk = Walk()
+        error: Exception | None = None
         model.eval()
         mine = share(self.batches, rank=accelerator.process_index, world=accelerator.num_processes)
         with torch.no_grad(), accelerator.autocast():
@@ -71,7 +75,11 @@ class Heldout:
                 if micro is not None:
                     buffer = pool.take()
                     assert buffer is not None
-                    host = collator.collate(micro, buffer)
+                    try:
+                        host = collator.collate(micro, buffer)
+                    except Exception as found:  # the other ranks have to learn of it, below
+                        error = found
+                        pool.give(buffer)
                 out = model(to_device(host, self.empty, device, dtype, pool))
                 sums += out.sums
                 calibration += out.calibration
@@ -79,15 +87,17 @@ class Heldout:
                     walk += walk_batch(host, out.correct.cpu(), config.run.simulate_draft_tokens)
         model.train()
         collator.close()
-        walked = torch.tensor([walk.emitted, walk.verifications, walk.accepted], dtype=torch.float64, device=device)
+        more = [walk.emitted, walk.verifications, walk.accepted, float(error is not None)]
+        walked = torch.tensor(more, dtype=torch.float64, device=device)
         flat = accelerator.reduce(torch.cat([sums.flatten(), calibration.flatten(), walked]), reduction="sum")
+        raise_together(float(flat[-1]), error)
         sums = flat[: sums.numel()].view_as(sums).cpu()
-        calibration = flat[sums.numel() : -3].view_as(calibration).cpu()
+        calibration = flat[sums.numel() : -4].view_as(calibration).cpu()
         metrics = StepMetrics.from_sums(sums)
         return HeldoutReport(
             metrics,
             total_loss(metrics, config.ttt.decay),
-            Walk(*(int(value) for value in flat[-3:].tolist())),
+            Walk(*(int(value) for value in flat[-4:-1].tolist())),
             calibration_error(calibration),
         )
 

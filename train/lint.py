@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from eagle3_data.train.engines import Engine, captured_by
+from eagle3_data.train.engine_versions import unmet
+from eagle3_data.train.engines import DRAFT_BACKEND, DRAFT_QUANTISATION, Engine, captured_by
 from eagle3_data.train.spec import DraftSpec
 
 ARCHITECTURES: dict[Engine, tuple[str, ...]] = {
     "sglang": ("LlamaForCausalLMEagle3",),
     "vllm": ("Eagle3Speculator",),
 }
-NORM_BEFORE_FC = (0, 5, 23)
+VLLM_AUX_LAYERS = 3
 LONG_EXTRAPOLATION = 4
 """Warn when the target's position limit is more than this many times the longest sample in training."""
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -54,6 +54,7 @@ def lint(
     found += _switches(config, spec, engine)
     found += _quantisation(config)
     found += _version(spec, engine, version)
+    found += _target(spec, engine)
     found += _tensors(shapes, config, spec, engine)
     if spec.trained_tokens and spec.max_positions > LONG_EXTRAPOLATION * spec.trained_tokens:
         found.append(
@@ -171,14 +172,29 @@ def _switches(config: Mapping[str, Any], spec: DraftSpec, engine: Engine) -> lis
 
 
 def _version(spec: DraftSpec, engine: Engine, version: str | None) -> list[Finding]:
-    """`norm_before_fc` is silently ignored by SGLang 0.5.14 and read by 0.5.23 (both seen); between them unknown."""
-    if engine != "sglang" or not spec.norm_before_fc:
-        return []
-    expected = "SGLang 0.5.23 or newer; older ones ignore this norm and draft badly. fc_norm works from 0.5.14 on"
-    if version is None:
-        return [Finding("warning", "norm_before_fc", True, expected)]
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    return [] if numbers >= NORM_BEFORE_FC else [Finding("error", "norm_before_fc", f"True on {version}", expected)]
+    found = []
+    for switch in ("norm_before_fc", "fc_norm", "norm_output"):
+        need = unmet(engine, switch, version) if getattr(spec, switch) else None
+        if need is not None and version is None:
+            found.append(Finding("warning", switch, True, need.expected))
+        elif need is not None:
+            found.append(Finding("error", switch, f"True on {version}", need.expected))
+    if engine == "vllm" and len(spec.aux_layers) != VLLM_AUX_LAYERS:
+        expected = f"{VLLM_AUX_LAYERS} layers: vLLM's Llama draft was seen to be built for exactly as many"
+        found.append(Finding("warning", "eagle_aux_hidden_state_layer_ids", list(spec.aux_layers), expected))
+    return found
+
+
+def _target(spec: DraftSpec, engine: Engine) -> list[Finding]:
+    """What the draft needs to be told apart from its target on the command line; the printed command has it."""
+    found = []
+    if engine == "sglang" and spec.latent_attention:
+        expected = f"{DRAFT_BACKEND} fa3, triton or flashinfer: MLA backends of the target cannot serve plain attention"
+        found.append(Finding("warning", "attention backend", f"MLA in {spec.target_architecture}", expected))
+    if engine == "sglang" and spec.target_quantised:
+        expected = f"{DRAFT_QUANTISATION} unquant wherever --quantization is given: SGLang lets the draft inherit it"
+        found.append(Finding("warning", "quantization", f"a quantised {spec.target_architecture}", expected))
+    return found
 
 
 def _quantisation(config: Mapping[str, Any]) -> list[Finding]:

@@ -1,15 +1,15 @@
 """Micro-batches from the shards, read ahead by a thread into buffers that are used again and again.
 
-Samples are views of memory-mapped shards; the only copy on the host is into the batch buffer (pinned when it goes to a
-GPU). Each rank reads its own micro-batches: nothing is gathered and cut up on rank 0. Memory is bounded by
-`BufferPool.nbytes`, known before the first read.
+Samples are read from their file, or their connection, straight into the batch buffer (pinned when it goes to a GPU): no
+copy lies between (`read_into`; encoded columns are decoded first). Each rank reads its own micro-batches: nothing is
+gathered and cut up on rank 0. Memory is bounded by `BufferPool.nbytes`, known before the first read.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +22,7 @@ from torch import Tensor
 from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, Alignment, CaptureSpec
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.train.alignment import row_masks
-from eagle3_data.train.plan import MicroBatch, Step
+from eagle3_data.train.plan import Cursor, MicroBatch, Step
 from eagle3_data.train.teacher import pack_top
 from eagle3_data.train.ttt import Batch
 
@@ -50,6 +50,13 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
     def expect(self, samples: Sequence[int]) -> None: ...
     def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, Tensor]: ...
+    def read_into(self, i: int, out: Mapping[str, Tensor]) -> None: ...
+
+
+def position_bytes(capture: CaptureSpec) -> int:
+    """States of one position in a buffer: aux, and what the teacher is fed."""
+    last_width, last_dtype = teacher_form(capture)
+    return capture.width * len(capture.layers) * DTYPES[capture.dtype].itemsize + last_width * last_dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -67,9 +74,9 @@ class BufferPool:
     def __init__(self, capture: CaptureSpec, *, positions: int, count: int, pinned: bool) -> None:
         dtype, width = DTYPES[capture.dtype], capture.width
         last_width, last_dtype = teacher_form(capture)
-        row = width * len(capture.layers) * dtype.itemsize + last_width * last_dtype.itemsize
-        self.nbytes = count * positions * row
-        self.width, self.aux_width = width, width * len(capture.layers)
+        self.pinned = pinned
+        self.nbytes = count * positions * position_bytes(capture)
+        self.aux_width = width * len(capture.layers)
         self._free: queue.Queue[Buffer | None] = queue.Queue()
         for _ in range(count):
             aux = torch.empty(positions * self.aux_width, dtype=dtype, pin_memory=pinned)
@@ -137,7 +144,7 @@ class Collator:
         capture = self.data.capture
         aux = buffer.aux[: height * length * capture.width * len(capture.layers)].view(height, length, -1)
         last = buffer.last[: height * length * teacher_form(capture)[0]].view(height, length, -1)
-        ids = torch.zeros(height, length, dtype=torch.int64)
+        ids = torch.zeros(height, length, dtype=torch.int32)
         mask = torch.zeros(height, length, dtype=torch.uint8)
         document = torch.full((height, length), -1, dtype=torch.int32)
         positions = torch.zeros(height, length, dtype=torch.int32)
@@ -154,21 +161,19 @@ class Collator:
             aux[row, start:] = 0
             last[row, start:] = 0
 
-        top_k = capture.top_k
-        columns = (AUX, *((TOP_IDS, TOP_LOGPROBS) if top_k else (LAST,)), IDS, MASK)
-
         def copy(place: tuple[int, int, int, int]) -> None:
             sample, row, start, end = place
-            read = self.data.read(sample, columns)
-            count = end - start
-            aux[row, start:end] = read[AUX][:count]
-            last[row, start:end] = pack_top(read[TOP_IDS], read[TOP_LOGPROBS])[:count] if top_k else read[LAST][:count]
-            ids[row, start:end] = read[IDS][:count]
-            mask[row, start:end] = read[MASK][:count]
+            out = {AUX: aux[row, start:end], IDS: ids[row, start:end], MASK: mask[row, start:end]}
+            if capture.top_k:
+                top = self.data.read(sample, (TOP_IDS, TOP_LOGPROBS))
+                last[row, start:end] = pack_top(top[TOP_IDS], top[TOP_LOGPROBS])[: end - start]
+            else:
+                out[LAST] = last[row, start:end]
+            self.data.read_into(sample, out)
 
         for _ in self._readers.map(copy, places):
             pass
-        batch = Batch(ids, aux, last, document, positions, self._rows(mask, document))
+        batch = Batch(ids.long(), aux, last, document, positions, self._rows(mask, document))
         return HostBatch(batch, buffer, int((document >= 0).sum()), mask, micro)
 
     def _rows(self, mask: Tensor, document: Tensor) -> Tensor:
@@ -217,13 +222,18 @@ def to_device(
 
 
 class Prefetcher:
-    """Iterates over `LoadedStep` and then its `HostBatch`es (None for an empty share), read ahead in one thread."""
+    """Iterates over `LoadedStep` and then its `HostBatch`es (None for an empty share), read ahead in one thread.
+
+    What the thread cannot read is not raised here but kept in `error`, with an empty step or batch in its place: the
+    other ranks are about to enter a collective, and this one has to tell them there (`engine.raise_together`).
+    """
 
     def __init__(self, steps: Iterable[Step], collator: Collator, pool: BufferPool, *, depth: int) -> None:
         self._steps, self._collator, self._pool = steps, collator, pool
-        self._queue: queue.Queue[LoadedStep | HostBatch | BaseException | None] = queue.Queue(maxsize=depth + 1)
+        self._queue: queue.Queue[LoadedStep | HostBatch | Exception | None] = queue.Queue(maxsize=depth + 1)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eagle3-prefetch", daemon=True)
+        self.error: Exception | None = None
 
     def __enter__(self) -> Prefetcher:
         self._thread.start()
@@ -242,25 +252,28 @@ class Prefetcher:
 
     def __iter__(self) -> Iterator[tuple[LoadedStep, Iterator[HostBatch | None]]]:
         while (item := self._get()) is not None:
+            if isinstance(item, Exception):
+                nothing = torch.zeros(self._collator.steps, dtype=torch.int64)
+                yield LoadedStep(Step((), Cursor()), nothing), iter(())
+                return
             assert isinstance(item, LoadedStep)
             yield item, self._batches(item)
 
     def _batches(self, loaded: LoadedStep) -> Iterator[HostBatch | None]:
         for micro in loaded.step.batches:
-            if micro is None:
+            if micro is None or self.error is not None:
                 yield None
                 continue
             host = self._get()
-            assert isinstance(host, HostBatch)
-            yield host
+            yield host if isinstance(host, HostBatch) else None
 
-    def _get(self) -> LoadedStep | HostBatch | None:
-        item = self._queue.get()
-        if isinstance(item, BaseException):
-            raise item
+    def _get(self) -> LoadedStep | HostBatch | Exception | None:
+        item = self._queue.get() if self.error is None else self.error
+        if isinstance(item, Exception):
+            self.error = item
         return item
 
-    def _put(self, item: LoadedStep | HostBatch | BaseException | None) -> None:
+    def _put(self, item: LoadedStep | HostBatch | Exception | None) -> None:
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=0.1)
@@ -282,5 +295,5 @@ class Prefetcher:
                         return
                     self._put(self._collator.collate(micro, buffer))
             self._put(None)
-        except BaseException as error:
-            self._put(error)  # the consumer raises it
+        except Exception as error:
+            self._put(error)

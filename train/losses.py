@@ -31,6 +31,8 @@ from eagle3_data.train.teacher import Teacher, TeacherRows
 
 BINS = 10
 ACCEPT_FLOOR = 1e-8
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 256 << 20, 2 << 30
+"""Logits of one chunk where the config does not say; a GPU needs large products to be kept busy."""
 
 
 class Rows(Protocol):
@@ -75,36 +77,38 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden_SRH: Tensor, head_DH: Tensor, work: _Work) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         (steps, rows), device = work.mask_SN.shape, hidden_SRH.device
         head = head_DH.detach().to(work.compute_dtype)
+        hidden = hidden_SRH.detach().flatten(0, 1)  # [S*R, H]
         loss = torch.zeros((), dtype=torch.float64, device=device)
         sums = torch.zeros(steps, len(SUMS), dtype=torch.float64, device=device)
-        correct = torch.zeros(steps, rows, dtype=torch.bool, device=device)
+        correct = torch.zeros(steps * rows, dtype=torch.uint8, device=device)
         calibration = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
-        grad_hidden = torch.zeros_like(hidden_SRH) if work.need_grad else None
+        grad_hidden = torch.zeros_like(hidden) if work.need_grad else None
         grad_head = torch.zeros(head_DH.shape, dtype=torch.float32, device=device) if work.need_grad else None
         chunk_size = chunk_rows(work.teacher, steps, work.config)
+        step_S1 = torch.arange(steps, device=device)[:, None]
+        # nothing in this loop asks the device for a value: on a GPU the host must stay ahead of the kernels
         for targets_C in torch.split(target_positions(work.mask_SN), chunk_size):
-            # row of step i whose target lies at u: u - 1 - i
-            row_SC = targets_C - 1 - torch.arange(steps, device=device)[:, None]  # [S, C]
+            row_SC = targets_C - 1 - step_S1  # row of step i whose target lies at u: u - 1 - i
             mask_SC = work.mask_SN.gather(1, row_SC.clamp_min(0)) & (row_SC >= 0)
             row_SC = row_SC.clamp_min(0)
-            place_SC = work.place_N[row_SC]
-            hidden_SCH = torch.stack([hidden_SRH[i, place_SC[i]] for i in range(steps)]).to(work.compute_dtype)
+            place = (work.place_N[row_SC] + step_S1 * hidden_SRH.shape[1]).flatten()  # [S*C]
+            hidden_SCH = hidden[place].to(work.compute_dtype).view(steps, len(targets_C), hidden.shape[-1])
             teacher = work.teacher.rows(work.last_NW[targets_C])
             chunk = _score(hidden_SCH @ head.T, teacher, mask_SC, work)  # logits [S, C, D]
             loss += chunk.loss
             sums += chunk.sums
             calibration += chunk.calibration
-            for i in range(steps):
-                correct[i, row_SC[i][mask_SC[i]]] = chunk.correct_SC[i][mask_SC[i]]
+            # a masked row is the target's only row of its step; the others add zeros
+            correct.index_add_(0, (row_SC + step_S1 * rows).flatten(), chunk.correct_SC.flatten().to(torch.uint8))
             if grad_hidden is not None and grad_head is not None:
-                grad = chunk.grad_SCD
-                for i in range(steps):
-                    grad_hidden[i].index_add_(0, place_SC[i], (grad[i] @ head).to(grad_hidden.dtype))
-                grad_head += (grad.flatten(0, 1).T @ hidden_SCH.flatten(0, 1)).float()
+                grad = chunk.grad_SCD.flatten(0, 1)  # [S*C, D]
+                grad_hidden.index_add_(0, place, (grad @ head).to(grad_hidden.dtype))
+                grad_head += (grad.T @ hidden_SCH.flatten(0, 1)).float()
         if grad_hidden is not None and grad_head is not None:
-            ctx.save_for_backward(grad_hidden, grad_head.to(head_DH.dtype))
-        ctx.mark_non_differentiable(sums, correct, calibration)
-        return loss.float(), sums, correct, calibration
+            ctx.save_for_backward(grad_hidden.view(hidden_SRH.shape), grad_head.to(head_DH.dtype))
+        correct_SN = correct.view(steps, rows).bool()
+        ctx.mark_non_differentiable(sums, correct_SN, calibration)
+        return loss.float(), sums, correct_SN, calibration
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -143,10 +147,10 @@ def _score(logits: Tensor, teacher: TeacherRows, mask_SC: Tensor, work: _Work) -
     correct = (work.teacher.kept[best] == teacher.top1_C) & mask_SC
     columns = (mask_SC, row_loss * used_SC, ce * used_SC, correct, accept * mask_SC, in_draft_C & mask_SC)
     sums = torch.stack([column.double().sum(-1) for column in columns], dim=-1)
-    bins = (confidence * BINS).long().clamp_max(BINS - 1)[mask_SC]
+    bins = (confidence * BINS).long().clamp_max(BINS - 1).flatten()
     calibration = torch.zeros(BINS, 3, dtype=torch.float64, device=logits.device)
-    values = torch.stack([torch.ones_like(confidence), confidence, correct.float()], dim=-1)[mask_SC].double()
-    calibration.index_add_(0, bins, values)
+    values = torch.stack([mask_SC.double(), confidence.double() * mask_SC, correct.double()], dim=-1)
+    calibration.index_add_(0, bins, values.flatten(0, 1))
     return _Chunk((row_loss.double() * weight_SC).sum(), sums, calibration, correct, grad)
 
 
@@ -211,7 +215,8 @@ def target_positions(mask_SN: Tensor) -> Tensor:
 def chunk_rows(teacher: Teacher, steps: int, config: LossConfig) -> int:
     """Positions per chunk such that its float32 logits, of the teacher and of all steps, fit `chunk_bytes`."""
     per_row = 4 * (2 * teacher.vocab_size + 4 * (steps + 1) * teacher.draft_vocab_size)
-    return max(8, config.chunk_bytes // per_row)
+    held = config.chunk_bytes or (GPU_CHUNK_BYTES if teacher.kept.is_cuda else CPU_CHUNK_BYTES)
+    return max(8, held // per_row)
 
 
 def step_weights(

@@ -25,7 +25,6 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "kimi_k25_synth": {
         "data": {"max_sample_tokens": 8192, "holdout_share": 0.01, "holdout_max_samples": 256},
         "draft": {"vocab_size": 32000, **EAGLE31},
-        "loss": {"chunk_bytes": 1 << 30},
         "batch": {"micro_batch_tokens": 8192, "batches_per_step": 16, "packing": True, "pad_multiple": 128},
         "optim": {"lr": 5e-5, "epochs": 3, "clip_norm": 1.0},
         "run": {"precision": "bf16", "checkpoint_every_steps": 500, "eval_every_steps": 500},

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from eagle3_data.checkpoint import resolve_checkpoint
 from eagle3_data.errors import ConfigError, TrainingError
-from eagle3_data.protocol import IDS, MASK
-from eagle3_data.train import vocab as vocab_maps
 from eagle3_data.train.checkpoint import DRAFT
 from eagle3_data.train.config import TrainConfig
 from eagle3_data.train.draft import Eagle3Draft
 from eagle3_data.train.loader import Samples
-from eagle3_data.train.plan import EpochPlan, Split, split_samples
+from eagle3_data.train.plan import EpochPlan, split_samples
 from eagle3_data.train.spec import DraftSpec, draft_spec
 from eagle3_data.train.target import (
     TargetInfo,
@@ -29,10 +26,10 @@ from eagle3_data.train.target import (
 )
 from eagle3_data.train.teacher import Teacher, TopKTeacher
 from eagle3_data.train.ttt import TttModel
+from eagle3_data.train.vocab import VocabMap
+from eagle3_data.train.vocab_choice import make_vocab, move_head
 
 Say = Callable[[str], None]
-COUNT_REPORT_EVERY = 5000
-SCRIPTS_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class Parts:
 
     spec: DraftSpec
     info: TargetInfo
-    vocab: vocab_maps.VocabMap
+    vocab: VocabMap
     model: TttModel
     plan: EpochPlan
 
@@ -63,48 +60,6 @@ def make_plan(config: TrainConfig, data: Samples, say: Say) -> EpochPlan:
     )
 
 
-def make_vocab(
-    config: TrainConfig, data: Samples, split: Split, *, size: int, vocab_size: int, target: Path | None, say: Say
-) -> vocab_maps.VocabMap:
-    """The stored map of exactly this data and size, or a new one; only ids and loss masks are read.
-
-    `target`: the checkpoint whose tokenizer.json gives the texts for the report by writing system.
-    """
-    if size >= vocab_size:
-        return vocab_maps.map_from_d2t(torch.zeros(vocab_size, dtype=torch.int64), vocab_size)
-    folder = config.run.output / "vocab"
-    key = vocab_maps.map_key(fingerprint=data.fingerprint, samples=split.key, size=size, vocab_size=vocab_size)
-    found = vocab_maps.load_map(folder, key)
-    if found is None:
-        say("counting supervised tokens for the draft vocabulary")
-        counts = vocab_maps.count_tokens(_supervised(data, split, say), vocab_size)
-        found = vocab_maps.build_map(counts, size)
-        pieces = token_pieces(target) if target is not None else {}
-        for row in vocab_maps.coverage_by_script(counts, found, pieces)[:SCRIPTS_SHOWN] if pieces else []:
-            say(f"  {row.script.lower()}: {row.coverage:.2%} of {row.tokens:,} tokens")
-        vocab_maps.save_map(found, folder, key)
-    return found
-
-
-def token_pieces(folder: Path) -> dict[int, str]:
-    """Decoded text of every token, out of the checkpoint's tokenizer.json alone; empty when there is none."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return {}
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(path))
-    return {number: tokenizer.decode([number]) for number in range(tokenizer.get_vocab_size())}
-
-
-def _supervised(data: Samples, split: Split, say: Say) -> Iterator[tuple[Tensor, Tensor]]:
-    for number, sample in enumerate(split.train.tolist(), start=1):
-        read = data.read(sample, (IDS, MASK))
-        yield read[IDS], read[MASK]
-        if number % COUNT_REPORT_EVERY == 0:
-            say(f"  counted {number:,} of {len(split.train):,} samples")
-
-
 def make_parts(
     config: TrainConfig,
     data: Samples,
@@ -112,7 +67,7 @@ def make_parts(
     device: torch.device,
     dtype: torch.dtype,
     attention: Literal["plain", "flex"],
-    main_first: Callable[[Callable[[], vocab_maps.VocabMap]], vocab_maps.VocabMap],
+    main_first: Callable[[Callable[[], VocabMap]], VocabMap],
     say: Say,
 ) -> Parts:
     """`main_first` runs a function on rank 0 before the others, so that the map is counted once."""
@@ -124,30 +79,27 @@ def make_parts(
     longest = int(data.tokens[plan.split.train].max())
     spec = spec.trained_to(min(longest, config.data.max_sample_tokens))
     warm = _warm_start(config.draft.init_from)
-    if warm is not None and "d2t" in warm:
-        vocab = vocab_maps.map_from_d2t(warm["d2t"], info.vocab_size)
-        if vocab.size != spec.draft_vocab_size:
-            raise ConfigError(
-                f"draft.init_from has a draft vocabulary of {vocab.size}, draft.vocab_size is {spec.draft_vocab_size}",
-                next=f"set draft.vocab_size to {vocab.size}",
-            )
-    else:
-        vocab = main_first(
-            lambda: make_vocab(
-                config,
-                data,
-                plan.split,
-                size=spec.draft_vocab_size,
-                vocab_size=info.vocab_size,
-                target=folder,
-                say=say,
-            )
+    keep = warm.get("d2t") if warm is not None and config.draft.init_vocab == "keep" else None
+    vocab = main_first(
+        lambda: make_vocab(
+            config,
+            data,
+            plan.split,
+            size=spec.draft_vocab_size,
+            vocab_size=info.vocab_size,
+            target=folder,
+            say=say,
+            keep=keep,
         )
+    )
     say(vocab.report())
     say(f"reading embedding and head of {info.model} ({info.architecture or 'unknown architecture'})")
     weights = read_target_weights(folder, info)
     draft = make_draft(config, spec, weights, vocab, dtype=dtype)
     if warm is not None:
+        if config.draft.init_vocab == "data" and "lm_head.weight" in warm:
+            start = draft.lm_head.weight.detach()
+            warm["lm_head.weight"] = move_head(warm["lm_head.weight"], warm.get("d2t"), vocab, start)
         missing = [name for name, p in draft.named_parameters() if name not in warm or warm[name].shape != p.shape]
         if missing:
             raise TrainingError(f"draft.init_from {config.draft.init_from} does not fit: {missing[0]}")
@@ -160,7 +112,7 @@ def make_parts(
 
 
 def make_draft(
-    config: TrainConfig, spec: DraftSpec, weights: TargetWeights, vocab: vocab_maps.VocabMap, *, dtype: torch.dtype
+    config: TrainConfig, spec: DraftSpec, weights: TargetWeights, vocab: VocabMap, *, dtype: torch.dtype
 ) -> Eagle3Draft:
     """The same initial weights on every rank: they come from the seed alone."""
     draft = Eagle3Draft(spec, weights.embed.to(dtype))

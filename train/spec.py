@@ -45,6 +45,8 @@ class DraftSpec:
     sliding_window_tokens: int | None = None
     latent_attention: bool = False
     """The target's attention is MLA; the draft's is plain."""
+    target_quantised: bool = False
+    """The target's checkpoint is quantised; the draft is not."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     trained_tokens: int = 0
@@ -125,6 +127,7 @@ def draft_spec(config: DraftConfig, target: TargetInfo, capture: CaptureSpec) ->
         norm_output=config.norm_output,
         sliding_window_tokens=config.sliding_window_tokens,
         latent_attention=target.latent_attention,
+        target_quantised=target.quantised,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
     )

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from eagle3_data.checkpoint import (
     EMBED_ENDINGS,
-    HEAD_ENDINGS,
     NORM_ENDINGS,
     TEXT_PARTS,
     all_tensors,
     logit_scale,
     pick,
+    read_head,
+    read_rows,
     read_tensor,
     text_config,
 )
@@ -49,6 +50,8 @@ class TargetInfo:
     tied_head: bool
     latent_attention: bool
     """MLA (DeepSeek-V2/V3, Kimi-K2): no usable head_dim or kv heads for a plain attention."""
+    quantised: bool = False
+    """The checkpoint has a quantization_config; embedding and head are read only when they are left out of it."""
     logit_scale: float = 1.0
     """Factor on the head's output (Cohere's logit_scale, 1 / Granite's logits_scaling)."""
     logit_softcap: float | None = None
@@ -88,6 +91,7 @@ def read_target_info(folder: Path, *, model: str | None = None) -> TargetInfo:
         rope=RopeSpec.from_config(text),
         tied_head=bool(text.get("tie_word_embeddings", False)),
         latent_attention=latent,
+        quantised=bool(config.get("quantization_config") or text.get("quantization_config")),
         logit_scale=logit_scale(text),
         logit_softcap=float(text["final_logit_softcapping"]) if text.get("final_logit_softcapping") else None,
         bos_token_id=_first(text.get("bos_token_id")),
@@ -115,18 +119,10 @@ def read_target_weights(folder: Path, info: TargetInfo) -> TargetWeights:
     embed_name = pick(names, EMBED_ENDINGS)
     if embed_name is None:
         raise ConfigError(f"{folder}: no tensor named like {EMBED_ENDINGS[0]!r}")
-    embed = read_tensor(folder / names[embed_name], embed_name)
-    head_name = None if info.tied_head else pick(names, HEAD_ENDINGS)
-    # a checkpoint that ties its head without saying so has no head tensor at all
-    head = embed if head_name is None else read_tensor(folder / names[head_name], head_name)
-    for name, tensor in ((embed_name, embed), (head_name or embed_name, head)):
-        if tensor.ndim != 2 or tensor.shape[1] != info.hidden_size or tensor.shape[0] < info.vocab_size:
-            raise ConfigError(
-                f"{folder}: {name} has shape {list(tensor.shape)}, the config says "
-                f"[{info.vocab_size}, {info.hidden_size}]",
-                next="quantised embeddings are not supported; use the unquantised checkpoint",
-            )
-    return TargetWeights(info, embed[: info.vocab_size], head[: info.vocab_size])
+    embed = read_rows(folder, names, embed_name, width=info.hidden_size, rows=info.vocab_size)
+    text = {"tie_word_embeddings": info.tied_head, "vocab_size": info.vocab_size}
+    head, head_name = read_head(folder, text, width=info.hidden_size)
+    return TargetWeights(info, embed, embed if head_name == embed_name else head)
 
 
 def read_final_norm(folder: Path, info: TargetInfo) -> Tensor:

@@ -22,7 +22,7 @@ from eagle3_data import durable
 from eagle3_data.errors import TrainingError
 from eagle3_data.train.checkpoint import TrainState, whole
 from eagle3_data.train.config import TrainConfig, to_yaml
-from eagle3_data.train.engine import StopSignal, make_accelerator, make_optimizer
+from eagle3_data.train.engine import StopSignal, make_accelerator, make_optimizer, raise_together
 from eagle3_data.train.heldout import Heldout, HeldoutReport
 from eagle3_data.train.loader import (
     BufferPool,
@@ -38,6 +38,7 @@ from eagle3_data.train.progress import Meter, MetricsLog, StepResult, evaluation
 from eagle3_data.train.resume import Keeper
 from eagle3_data.train.schedule import progress, rate_factor
 from eagle3_data.train.setup import make_parts
+from eagle3_data.train.tracking import start_trackers
 from eagle3_data.train.vocab import VocabMap
 
 Stopped = Literal["finished", "time", "interrupted", "early_stop"]
@@ -128,12 +129,16 @@ class Trainer:
             output.mkdir(parents=True, exist_ok=True)
             durable.write_text(output / "config.yaml", to_yaml(config))
             self._log = MetricsLog(output / "metrics.jsonl")
-        self.accelerator.init_trackers("eagle3")
+        start_trackers(self.accelerator, config)
         slots = config.batch.prefetch_batches + 1
         pool = BufferPool(
             self.data.capture, positions=self.plan.largest_batch(), count=slots, pinned=device.type == "cuda"
         )
-        self._say(f"reading ahead into {slots} buffers, {pool.nbytes / 2**20:,.0f} MiB in all")
+        evaluation = self.heldout.nbytes if self.heldout is not None else 0
+        self._say(
+            f"host memory per rank: {pool.nbytes:,} bytes in {slots} {'pinned ' if pool.pinned else ''}buffers to read "
+            f"ahead, {evaluation:,} bytes during an evaluation"
+        )
         collator = Collator(
             self.data,
             max_sample_tokens=config.data.max_sample_tokens,
@@ -169,41 +174,54 @@ class Trainer:
         base_s, started = state.elapsed_s, time.monotonic()
         stopped: Stopped = "finished"
         report: HeldoutReport | None = None
+        trouble: Exception | None = None
         for loaded, batches in loaded_steps:
             if state.step >= self.total_steps and config.optim.max_steps is not None:
                 break
-            agreed = self._agree(loaded, base_s + time.monotonic() - started, meter.due())
+            agreed = self._agree(loaded, base_s + time.monotonic() - started, meter.due(), loaded_steps.error)
             state.elapsed_s = agreed.elapsed_s
             if agreed.stop or agreed.elapsed_s >= limit_s:
                 stopped = "interrupted" if agreed.stop else "time"
                 break
             meter.add(self._step(loaded, batches, pool, agreed))
+            trouble = loaded_steps.error
             state.step += 1
             state.epoch, state.consumed = loaded.step.after.epoch, loaded.step.after.consumed
             report = None
             saving = state.step % config.run.checkpoint_every_steps == 0
+            evaluating = state.step % config.run.eval_every_steps == 0
+            if saving or evaluating:
+                self._all_read(trouble)
             if agreed.log or saving or state.step == 1:
                 self._report_interval(meter)  # when saving, so that the saved counters are up to this step
-            if state.step % config.run.eval_every_steps == 0:
+            if evaluating:
                 report = self._evaluate()
                 if config.run.early_stop_evals and state.evals_without_better >= config.run.early_stop_evals:
                     stopped = "early_stop"
                     break
             if saving:
                 self.keeper.save(state)
+        if stopped == "finished":
+            self._all_read(trouble)
         if meter.steps:
             self._report_interval(meter)
         if report is None and stopped != "interrupted":
             report = self._evaluate()
         return stopped, report
 
-    def _agree(self, loaded: LoadedStep, elapsed_s: float, log: bool) -> _Agreed:
+    def _all_read(self, mine: Exception | None) -> None:
+        """A step whose batches one rank could not read is neither saved nor evaluated."""
+        failing = torch.tensor([float(mine is not None)], device=self.device)
+        raise_together(float(self.accelerator.reduce(failing, reduction="sum")[0]), mine)
+
+    def _agree(self, loaded: LoadedStep, elapsed_s: float, log: bool, error: Exception | None) -> _Agreed:
         main = float(self.accelerator.is_main_process)
-        mine = [float(self.signal.asked), main * float(log), main * elapsed_s]
+        mine = [float(self.signal.asked), main * float(log), main * elapsed_s, float(error is not None)]
         vector = torch.cat([loaded.counts_S.double(), torch.tensor(mine, dtype=torch.float64)])
         shared = self.accelerator.reduce(vector.to(self.device), reduction="sum").cpu()
-        stop, logged, elapsed = shared[-3:].tolist()
-        return _Agreed(shared[:-3], stop > 0, logged > 0, elapsed)
+        stop, logged, elapsed, failing = shared[-4:].tolist()
+        raise_together(failing, error)
+        return _Agreed(shared[:-4], stop > 0, logged > 0, elapsed)
 
     def _step(
         self, loaded: LoadedStep, batches: Iterator[HostBatch | None], pool: BufferPool, agreed: _Agreed

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import gc
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +62,32 @@ def top1(model: Any, captured: Captured, tops: list[list[int]], device: str) -> 
     return {"positions": total, "top1_share": equal / total, "largest_gap": gap}
 
 
+def row_errors(found: Tensor, right: Tensor) -> Tensor:
+    """||found - right|| / ||right|| of each row."""
+    found, right = found.float().cpu(), right.float().cpu()
+    return (found - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-20)
+
+
 def against_transformers(model: Any, prompts: list[list[int]], captured: Captured, device: str) -> dict[str, float]:
-    layers, errors = default_aux_layers(model.config.num_hidden_layers), []
+    """Medians over all positions; beside them how far transformers in this dtype is from itself in float32."""
+    layers = default_aux_layers(model.config.num_hidden_layers)
+    errors: dict[str, list[Tensor]] = defaultdict(list)
+    exact = copy.deepcopy(model).float()
     for prompt, tensors in zip(prompts, captured, strict=True):
-        with torch.no_grad():
-            states = model(torch.tensor([prompt], device=device), output_hidden_states=True).hidden_states
-        aux = torch.cat([states[k + 1][0] for k in layers], -1)
-        errors.append((relative(tensors[AUX], aux), relative(tensors[LAST], states[-1][0])))
-    return {"aux_error": max(aux for aux, _ in errors), "last_error": max(last for _, last in errors)}
+        aux, last = hidden(model, prompt, layers, device)
+        aux32, last32 = hidden(exact, prompt, layers, device)
+        pairs = {"aux": (tensors[AUX], aux), "last": (tensors[LAST], last)}
+        pairs |= {"aux_to_float32": (tensors[AUX], aux32), "last_to_float32": (tensors[LAST], last32)}
+        pairs |= {"aux_transformers_to_float32": (aux, aux32), "last_transformers_to_float32": (last, last32)}
+        for name, (found, right) in pairs.items():
+            errors[name].append(row_errors(found, right))
+    return {f"{name}_error": float(torch.cat(rows).median()) for name, rows in errors.items()}
+
+
+def hidden(model: Any, prompt: list[int], layers: Sequence[int], device: str) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        states = model(torch.tensor([prompt], device=device), output_hidden_states=True).hidden_states
+    return torch.cat([states[k + 1][0] for k in layers], -1), states[-1][0]
 
 
 def main() -> None:
@@ -88,7 +109,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, host: Host, results: Results, memory: Path) -> None:
-    folder = make_checkpoint(options.out.parent / "models")
+    folder = make_checkpoint(memory / "models")
     every = read_prompts(options.prompts, str(folder), trust_remote_code=False, limit=None)
     chosen = [list(prompt.input_ids) for prompt in every[:: max(1, len(every) // options.limit)][: options.limit]]
     full: list[list[int]] = []

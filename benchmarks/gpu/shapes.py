@@ -69,7 +69,14 @@ KIMI_K25: dict[str, Any] = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "model_type": "kimi_k25",
     "text_config": DEEPSEEK_V3,
-    "vision_config": {"num_hidden_layers": 2, "text_hidden_size": 7168, "mm_hidden_size": 1152},
+    "vision_config": {
+        "vt_hidden_size": 1152,
+        "vt_intermediate_size": 4304,
+        "vt_num_hidden_layers": 2,
+        "vt_num_attention_heads": 16,
+        "text_hidden_size": 7168,
+        "mm_hidden_size": 1152,
+    },
     "tie_word_embeddings": False,
 }
 QWEN3_MOE: dict[str, Any] = {
@@ -106,6 +113,7 @@ GPT_OSS: dict[str, Any] = {
     "num_local_experts": 32,
     "num_experts_per_tok": 4,
     "sliding_window": 128,
+    "swiglu_limit": 7.0,
     "layer_types": ["sliding_attention", "full_attention"] * 4,
     "vocab_size": 201088,
     "max_position_embeddings": 131072,

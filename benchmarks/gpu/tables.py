@@ -94,13 +94,16 @@ def fidelity(rows: Rows) -> str:
     lines = []
     for row in rows:
         if "mode" in row:
-            lines.append(
-                [f"{row['dtype']}, {row['mode']}", "", "", f"{row['bit_equal']} of {row['prompts']} bit-equal"]
-            )
-        else:
-            top = f"{row['top1_share']:.4%} of {row['positions']:,} (largest gap {row['largest_gap']:.3f})"
-            lines.append([row["dtype"], top, f"{row['aux_error']:.1e} / {row['last_error']:.1e}", ""])
-    return table(["", "top-1 equals the server's", "median error to transformers (aux / last)", ""], lines)
+            name, same = f"{row['dtype']}, {row['mode']}", f"{row['bit_equal']} of {row['prompts']} dumps bit-equal"
+            lines.append([name, same, "", "", ""])
+            continue
+        top = f"{row['top1_share']:.4%} of {row['positions']:,} (largest gap {row['largest_gap']:.3f})"
+        ways = ("", "_to_float32", "_transformers_to_float32")
+        errors = [f"{row[f'aux{way}_error']:.1e} / {row[f'last{way}_error']:.1e}" for way in ways]
+        lines.append([row["dtype"], top, *errors])
+    head = ["", "top-1 equals the server's", "to transformers", "to transformers in float32"]
+    text = "\nMedians over all positions of ||a - b|| / ||b||, aux / last state.\n"
+    return table([*head, "transformers to itself in float32"], lines) + text
 
 
 def studies(rows: Rows) -> str:
@@ -164,7 +167,8 @@ def page_part() -> str:
             continue
         path, body = found[name]
         ran = ", ".join(f"{key} {value}" for key, value in body["versions"].items())
-        parts.append(f"{make(body['rows'])}\n`{path.relative_to(ROOT)}`; {ran}.\n\n")
+        note = f"\nNote: {body['note']}.\n" if "note" in body else ""
+        parts.append(f"{make(body['rows'])}{note}\n`{path.relative_to(ROOT)}`; {ran}.\n\n")
     return "".join(parts)
 
 

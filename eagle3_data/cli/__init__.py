@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from typing import Any
 
 from eagle3_data import __version__
@@ -24,7 +25,7 @@ COMMANDS = {
     "train": ("train", "train_command", "Train an EAGLE-3 draft on a build."),
     "export": ("train", "export_command", "Write a draft for SGLang or vLLM, samples for other trainers."),
     "import": ("exchange", "import_command", "Take over drafts and states of SpecForge and speculators."),
-    "evaluate": ("train", "evaluate_command", "Acceptance length in the real server."),
+    "evaluate": ("evaluate", "evaluate_command", "Acceptance length in the real server."),
     "demo": ("demo", "demo_command", "The whole way in ten minutes on a CPU."),
 }
 """Command -> (module of this package, function, summary), in the order of the data's way."""
@@ -81,8 +82,12 @@ def _elsewhere() -> None:
 
 
 def main() -> None:
-    """Entry point. Errors of ours are one message and exit code 1, Ctrl-C is 130; tracebacks are for our own slips."""
+    """Entry point. Errors of ours are one message and exit code 1, Ctrl-C is 130; tracebacks are for our own slips.
+
+    Nothing that looks like a token is printed, whatever a library put into its message.
+    """
     from eagle3_data.errors import Eagle3Error
+    from eagle3_data.hub.redact import redact
 
     command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
     try:
@@ -93,3 +98,6 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception:
+        print(redact(traceback.format_exc()), file=sys.stderr)
+        sys.exit(1)

@@ -9,10 +9,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from eagle3_data.checkpoint import resolve_checkpoint
-from eagle3_data.cli.build import parse_layers, parse_size
+from eagle3_data.cli.build import parse_layers
 from eagle3_data.cli.progress import console, say
 from eagle3_data.errors import ConfigError
 from eagle3_data.protocol import default_aux_layers
+from eagle3_data.sizes import parse_size
 from eagle3_data.status import format_bytes
 from eagle3_data.train.foreign_drafts import import_draft, is_draft
 from eagle3_data.train.target import TargetInfo, read_final_norm, read_target_info

@@ -11,15 +11,17 @@ import typer
 from huggingface_hub.utils.tqdm import disable_progress_bars
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from eagle3_data.cli.cache import ShardCache, ShardCacheSize
 from eagle3_data.cli.progress import answer, console, say
 from eagle3_data.errors import ConfigError
 from eagle3_data.hub.beside import where_of
 from eagle3_data.hub.mirror import make_mirror
-from eagle3_data.hub.patience import Patience
 from eagle3_data.hub.pull import Pull
 from eagle3_data.hub.push import Push, PushConfig, PushReport
 from eagle3_data.manifest import Manifest, ShardRow
+from eagle3_data.patience import Patience
 from eagle3_data.runlock import is_held
+from eagle3_data.shards.cache import choose_cache
 from eagle3_data.status import format_bytes
 
 
@@ -49,6 +51,7 @@ def push_command(
 
         mirror = make_mirror(repo, Patience(on_wait=say))
         push = Push(folder, mirror, config, where=where_of(repo), on_text=say, on_sent=sent)
+        before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
         signal.signal(signal.SIGTERM, lambda *_: push.stop.set())
         signal.signal(signal.SIGINT, lambda *_: _stop(push))
         try:
@@ -56,7 +59,8 @@ def push_command(
             report = push.run(more=(lambda: is_held(folder)) if follow else lambda: False)
         finally:
             mirror.close()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for number, handler in before:
+                signal.signal(number, handler)
     print_push(report)
     if push.stop.is_set():
         say("interrupted: what is published stays; the same command goes on from here")
@@ -90,8 +94,10 @@ def pull_command(
     folder: Annotated[Path, typer.Argument(help="Where to; the same command goes on where it stopped.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")] = None,
     workers: Annotated[int, typer.Option(help="Shards at once.")] = 4,
+    shard_cache: ShardCache = None,
+    shard_cache_size: ShardCacheSize = None,
 ) -> None:
-    """Fetch a mirror into a folder, every shard checked against the manifest.
+    """Fetch a mirror into a folder, every shard checked against the manifest. Shards in the cache are copied from it.
 
     Example: eagle3-data pull my-org/kimi-k25-states kimi-data
     """
@@ -105,6 +111,7 @@ def pull_command(
             mirror,
             folder,
             workers=workers,
+            cache=choose_cache(shard_cache, shard_cache_size),
             on_start=lambda manifest: bar.update(task, total=manifest.nbytes),
             on_bytes=lambda count: bar.advance(task, count),
         )
@@ -113,8 +120,9 @@ def pull_command(
             report = pull.run()
         finally:
             mirror.close()
+    cached = f", {report.cached:,} from the cache" if report.cached else ""
     answer.print(
-        f"{folder}: {report.shards:,} shards, {report.there:,} were here, {report.fetched:,} fetched "
+        f"{folder}: {report.shards:,} shards, {report.there:,} were here{cached}, {report.fetched:,} fetched "
         f"({format_bytes(report.fetched_bytes)}), all checksums are right",
         soft_wrap=True,
         highlight=False,

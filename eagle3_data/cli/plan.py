@@ -13,11 +13,12 @@ import typer
 from rich.table import Table
 
 from eagle3_data.capture import CaptureSpec, Encoding, parse_last
-from eagle3_data.cli.build import parse_layers, parse_size
+from eagle3_data.cli.build import parse_layers
 from eagle3_data.cli.progress import answer, say
 from eagle3_data.errors import ConfigError
 from eagle3_data.protocol import ProtocolError, default_aux_layers
 from eagle3_data.registration import NAMESPACE, REGISTRY
+from eagle3_data.sizes import parse_size
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from eagle3_data.cli.progress import answer
+from eagle3_data.hub.notes import deleted_shards
 from eagle3_data.status import Status, format_bytes, format_duration, format_line, read_status
 
 WATCH_S = 2.0
@@ -76,6 +78,9 @@ def render(where: str, status: Status) -> Table:
         "servers": f"{status.servers_up} of {status.servers} up, {status.inflight} requests in flight",
         "progress": f"last {format_duration(status.progress_age_s)} ago",
     }
+    gone = {} if "://" in where else deleted_shards(Path(where))
+    if gone:
+        rows["removed"] = f"{len(gone):,} shards, which are in {', '.join(sorted(set(gone.values())))}"
     for name, value in rows.items():
         table.add_row(name, value)
     return table

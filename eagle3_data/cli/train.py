@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +13,11 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from eagle3_data import durable
+from eagle3_data.cli.cache import ShardCache, ShardCacheSize
 from eagle3_data.cli.exchange import export_samples
 from eagle3_data.errors import ConfigError, Eagle3Error
-from eagle3_data.manifest import MANIFEST
-from eagle3_data.train.config import TrainConfig, load_config, override, parse_config, read_yaml, to_yaml
+from eagle3_data.manifest import MANIFEST, Manifest
+from eagle3_data.train.config import TrainConfig, override, parse_config, read_yaml, to_yaml
 from eagle3_data.train.presets import PRESETS, preset_values
 
 if TYPE_CHECKING:
@@ -47,6 +45,8 @@ def train_command(
         Optional[list[str]],  # noqa: UP045
         typer.Option(help="Patched server: samples that the build lacks are captured when training needs them."),
     ] = None,
+    shard_cache: ShardCache = None,
+    shard_cache_size: ShardCacheSize = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print all settings and stop.")] = False,
 ) -> None:
     """Train an EAGLE-3 draft on a build, on one device.
@@ -59,10 +59,18 @@ def train_command(
         # a schema to fill in needs no folders yet
         data, out = data or (Path("DATA") if config is None else None), out or (Path("RUN") if config is None else None)
     settings = gather(
-        config=config, preset=preset, data=data, out=out, target=target, minutes=minutes, assignments=set_ or []
+        config=config,
+        preset=preset,
+        data=data,
+        out=out,
+        target=target,
+        minutes=minutes,
+        shard_cache=shard_cache,
+        shard_cache_size=shard_cache_size,
+        assignments=set_ or [],
     )
     if print_config:
-        print(to_yaml(settings), end="")
+        print(to_yaml(settings) + memory_note(settings), end="")
         return
     _train(settings, tuple(server or ()))
 
@@ -76,6 +84,8 @@ def gather(
     target: str | None,
     minutes: float | None,
     assignments: list[str],
+    shard_cache: Path | None = None,
+    shard_cache_size: str | None = None,
 ) -> TrainConfig:
     """One configuration out of file, preset and options; later ones win in this order: preset, file, options."""
     values: dict[str, Any] = {"data": {}, "run": {}}
@@ -92,6 +102,10 @@ def gather(
         values.setdefault("target", {})["model"] = target
     if minutes is not None:
         values.setdefault("optim", {})["max_minutes"] = minutes
+    if shard_cache is not None:
+        values["data"]["shard_cache"] = str(shard_cache)
+    if shard_cache_size is not None:
+        values["data"]["shard_cache_size"] = shard_cache_size
     values = override(values, assignments)
     missing = [f"--{name}" for name, section, field in _REQUIRED if field not in values[section]]
     if missing:
@@ -102,22 +116,39 @@ def gather(
 _REQUIRED = (("data", "data", "folder"), ("out", "run", "output"))
 
 
-def open_samples(folder: Path, servers: tuple[str, ...]) -> contextlib.AbstractContextManager[Samples]:
+def memory_note(settings: TrainConfig) -> str:
+    """What reading ahead may take at most, as a comment; known once the data's width is."""
+    slots, positions = settings.batch.prefetch_batches + 1, settings.batch.micro_batch_tokens
+    if not (settings.data.folder / MANIFEST).exists():
+        return f"# host memory to read ahead, per rank: {slots * positions:,} positions at most\n"
+    from eagle3_data.train.loader import position_bytes
+
+    each = position_bytes(Manifest.load(settings.data.folder).spec)
+    return (
+        f"# host memory to read ahead, per rank: {slots * positions * each:,} bytes at most ({each:,} per position)\n"
+    )
+
+
+def open_samples(
+    folder: Path, servers: tuple[str, ...], shard_cache: Path | None = None, shard_cache_size: str | None = None
+) -> contextlib.AbstractContextManager[Samples]:
     """The samples of a build folder or of a mirror; with servers those, too, that are still to be captured."""
     from eagle3_data.shards import ShardSet
-    from eagle3_data.shards.remote import RemoteShardSet
+    from eagle3_data.shards.remote import open_samples as open_stored
 
     if servers:
-        from eagle3_data.builders.live import LiveSamples
+        from eagle3_data.builders.live_ranks import Ranks, open_live
         from eagle3_data.builders.stored import recall
 
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ConfigError(
-                "--server works with one process", next="on several: eagle3-data build to its end, then train"
-            )
-        return LiveSamples(replace(recall(folder), servers=servers), on_text=say)
+        return open_live(replace(recall(folder), servers=servers), Ranks.of_environment(), on_text=say)
     local = (folder / MANIFEST).exists() or folder.is_absolute() or folder.is_dir()
-    return contextlib.nullcontext(ShardSet.open(folder) if local else RemoteShardSet.open(mirror_of(folder)))
+    if local and not (folder / MANIFEST).exists():
+        ShardSet.open(folder)  # raises: says what a build is
+    where = str(folder) if local else mirror_of(folder)
+    samples = open_stored(where, shard_cache=shard_cache, shard_cache_size=shard_cache_size)
+    if isinstance(samples, ShardSet) and samples.remote:
+        say(samples.check_far())
+    return contextlib.nullcontext(samples)
 
 
 def mirror_of(folder: Path) -> str:
@@ -132,7 +163,8 @@ def mirror_of(folder: Path) -> str:
 def _train(settings: TrainConfig, servers: tuple[str, ...]) -> None:
     from eagle3_data.train.trainer import Trainer
 
-    with open_samples(settings.data.folder, servers) as samples:
+    data = settings.data
+    with open_samples(data.folder, servers, data.shard_cache, data.shard_cache_size) as samples:
         trainer = Trainer(settings, samples)
         report = trainer.run()
     if not trainer.accelerator.is_main_process:
@@ -187,116 +219,8 @@ def export_command(
     print(f"exported to {result.folder}; serve it with:\n  {result.command}")
 
 
-def evaluate_command(
-    draft: Annotated[list[Path], typer.Option(help="Exported draft (SGLang); repeat to compare several.")],
-    target: Annotated[str, typer.Option(help="The target: folder or hub id.")],
-    prompts: Annotated[OptionalPath, typer.Option(help="JSONL with prompt or messages, and category.")] = None,
-    data: Annotated[OptionalPath, typer.Option(help="Instead: the held-out samples of a build.")] = None,
-    run: Annotated[OptionalPath, typer.Option(help="With --data: the run whose held-out share it is.")] = None,
-    url: Annotated[OptionalText, typer.Option(help="A running server with the draft; none is started.")] = None,
-    limit: Annotated[OptionalInt, typer.Option(help="Use the first N prompts.")] = None,
-    draft_tokens: Annotated[int, typer.Option(help="Draft tokens per step.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
-    concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 8,
-    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    baseline: Annotated[bool, typer.Option(help="Also measure without the draft.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="SGLang's --dtype.")] = "auto",
-    tp: Annotated[int, typer.Option(help="GPUs for tensor parallelism.")] = 1,
-    python: Annotated[str, typer.Option(help="Interpreter that has SGLang.")] = sys.executable,
-    trust_remote_code: Annotated[bool, typer.Option(help="Run the tokenizer's own code.")] = False,
-    log: Annotated[OptionalPath, typer.Option(help="Where SGLang's output goes.")] = None,
-    out: Annotated[OptionalPath, typer.Option(help="Write the report as JSON.")] = None,
-) -> None:
-    """Measure a draft's acceptance length in the real SGLang server, which this command starts.
-
-    Example: eagle3-data evaluate --draft run/export --target Qwen/Qwen3-8B --prompts prompts.jsonl --baseline
-    """
-    from eagle3_data.server.command import Device
-    from eagle3_data.train.evaluate import EvalConfig, evaluate_draft, evaluate_url, measure_plain
-
-    if device not in get_args(Device):
-        raise ConfigError(f"--device {device!r} is not one of {', '.join(get_args(Device))}")
-    if (prompts is None) == (data is None):
-        raise ConfigError("give either --prompts or --data")
-    config = EvalConfig(
-        target=target,
-        draft_tokens=draft_tokens,
-        max_new_tokens=max_new_tokens,
-        concurrency=concurrency,
-        temperature=temperature,
-        device=device,  # type: ignore[arg-type]
-        tp=tp,
-        dtype=dtype,
-        python=python,
-    )
-    chosen = _prompts(prompts, data, run, target, trust_remote_code, limit)
-    plain = None
-    if baseline and url is None:
-        say("measuring the target without a draft")
-        plain = measure_plain(chosen, config, log=log, on_answer=_count)
-    reports = []
-    for folder in draft:
-        say(f"measuring {folder}")
-        if url is not None:
-            reports.append(evaluate_url(url, chosen, config, draft=str(folder), plain=plain, on_answer=_count))
-        else:
-            reports.append(evaluate_draft(folder, chosen, config, plain=plain, log=log, on_answer=_count))
-    for report in reports:
-        show_report(report)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_text(out, json.dumps([report.to_dict() for report in reports], indent=1) + "\n")
-
-
-def _prompts(
-    prompts: Path | None, data: Path | None, run: Path | None, target: str, trust_remote_code: bool, limit: int | None
-) -> Any:
-    from eagle3_data.train.eval_prompts import heldout_prompts, read_prompts
-
-    if prompts is not None:
-        return read_prompts(prompts, target, trust_remote_code=trust_remote_code, limit=limit)
-    assert data is not None
-    from eagle3_data.shards import ShardSet
-    from eagle3_data.train.plan import split_samples
-
-    opened = ShardSet.open(data)
-    if run is None:
-        samples = list(range(len(opened)))
-    else:
-        settings = load_config(run / "config.yaml")
-        samples = split_samples(opened.keys, opened.tokens, settings.data, seed=settings.optim.seed).holdout.tolist()
-    return heldout_prompts(opened, samples, limit=limit)
-
-
 def say(text: str) -> None:
     print(text, flush=True)
-
-
-def _count(done: int, total: int) -> None:
-    if done == total or done % max(1, total // 10) == 0:
-        say(f"  {done}/{total} answers")
-
-
-def show_report(report: Any) -> None:
-    """The report as a table: one row per category, then all."""
-    table = Table(title=f"{report.draft} on {report.target}, {report.draft_tokens} draft tokens", title_justify="left")
-    for name in ("prompts", "answers", "tokens", "acceptance length", "accepted by position", "repeating"):
-        table.add_column(name, justify="left" if name == "prompts" else "right")
-    rows = [*report.by_category.items()] if len(report.by_category) > 1 else []
-    for name, part in [*rows, ("all", report.overall), ("all, without repeating ones", report.diverse_only)]:
-        positions = " ".join(f"{share:.2f}" for share in part.by_position)
-        length = f"{part.acceptance_length:.2f}"
-        table.add_row(name, f"{part.answers}", f"{part.tokens:,}", length, positions, f"{part.low_diversity}")
-    console.print(table, highlight=False, markup=False)
-    line = f"{report.tokens_per_s:,.1f} tok/s with the draft at {report.concurrency} in flight"
-    if report.plain_tokens_per_s is not None:
-        line += f", {report.plain_tokens_per_s:,.1f} without: {report.speedup:.2f}x"
-    if report.equal_answers is not None:
-        line += f"; {report.equal_answers} of {report.overall.answers} greedy answers equal"
-    say(line)
-    if report.overall.low_diversity * 5 > report.overall.answers:
-        say("warning: more than a fifth of the answers repeat themselves; the acceptance length is flattered by them")
 
 
 def run_module() -> int:

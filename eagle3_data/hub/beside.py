@@ -9,10 +9,10 @@ from types import TracebackType
 
 from eagle3_data.errors import Eagle3Error
 from eagle3_data.hub.mirror import Mirror, make_mirror, parse_repository
-from eagle3_data.hub.patience import Patience
 from eagle3_data.hub.push import Push, PushConfig, PushReport
 from eagle3_data.hub.redact import redact
 from eagle3_data.hub.scratch import Scratch
+from eagle3_data.patience import Patience
 
 
 def where_of(target: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from eagle3_data.errors import MirrorError
 from eagle3_data.hub.digest import remote_digest
 from eagle3_data.hub.mirror import Mirror, RemoteFile
+from eagle3_data.hub.notes import deleted_shards
 from eagle3_data.manifest import MANIFEST, Manifest, ShardRow
 from eagle3_data.shards.index import INDEX_SCHEMA
 from eagle3_data.shards.layout import remote_path
@@ -41,10 +43,7 @@ class MirrorReport:
 
 def check_mirror(mirror: Mirror, *, on_shard: Callable[[ShardRow], None] = lambda row: None) -> MirrorReport:
     """`mirror` is open. Problems are collected; only a mirror without a manifest raises (MirrorError, ConfigError)."""
-    content = mirror.read(MANIFEST)
-    if content is None:
-        raise MirrorError(f"{mirror.url} holds no {MANIFEST}", next="is it a mirror that eagle3-data pushed?")
-    manifest = Manifest.parse(content.decode(errors="replace"), f"{mirror.url}/{MANIFEST}")
+    manifest = _manifest_of(mirror)
     report = MirrorReport(mirror.url, len(manifest.shards), manifest.saved, manifest.tokens, manifest.nbytes)
     report.complete = manifest.state == "complete"
     listing = mirror.listing()
@@ -59,6 +58,33 @@ def check_mirror(mirror: Mirror, *, on_shard: Callable[[ShardRow], None] = lambd
     report.problems += [f"{name} is listed twice" for name in sorted({name for name in names if names.count(name) > 1})]
     report.problems += _check_index(mirror, manifest)
     return report
+
+
+def check_removed(mirror: Mirror, folder: Path) -> list[str]:
+    """Whether `mirror` has the shards that were removed from `folder` because of it, as the folder's manifest says.
+
+    Raises as `check_mirror` does.
+    """
+    gone = {name for name, url in deleted_shards(folder).items() if url == mirror.url}
+    rows = [row for row in Manifest.load(folder).shards if row.name in gone]
+    published = {row.name: row for row in _manifest_of(mirror).shards}
+    listing, report, problems = mirror.listing(), MirrorReport(mirror.url), []
+    for row in rows:
+        there = published.get(row.name)
+        if there is None or there.xxh3 != row.xxh3:
+            problem = "its manifest does not list this shard with the checksum that it had here"
+        else:
+            problem = _check_shard(mirror, there, listing.get(remote_path(row.name)), report)
+        if problem:
+            problems.append(f"{row.name} in {mirror.url}: {problem}")
+    return problems
+
+
+def _manifest_of(mirror: Mirror) -> Manifest:
+    content = mirror.read(MANIFEST)
+    if content is None:
+        raise MirrorError(f"{mirror.url} holds no {MANIFEST}", next="is it a mirror that eagle3-data pushed?")
+    return Manifest.parse(content.decode(errors="replace"), f"{mirror.url}/{MANIFEST}")
 
 
 def _check_shard(mirror: Mirror, row: ShardRow, found: RemoteFile | None, report: MirrorReport) -> str:

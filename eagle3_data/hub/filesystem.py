@@ -11,9 +11,9 @@ from fsspec.implementations.local import LocalFileSystem
 from eagle3_data.errors import ConfigError
 from eagle3_data.hub.digest import remote_digest
 from eagle3_data.hub.mirror import RemoteFile, Upload
-from eagle3_data.hub.patience import Patience
 from eagle3_data.hub.redact import redact
 from eagle3_data.manifest import MANIFEST
+from eagle3_data.patience import Patience
 
 
 class UrlMirror:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from eagle3_data.errors import ConfigError
-from eagle3_data.hub.patience import Patience
 from eagle3_data.hub.redact import redact
+from eagle3_data.patience import Patience
 
 REPOSITORY = re.compile(r"(?:hf://datasets/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?", re.ASCII)
 

@@ -82,8 +82,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def deleted_shards(folder: Path) -> dict[str, str]:
-    """Shards that are not here because a mirror has them: name -> the mirror's URL."""
+    """Shards that a push removed here, and that were not pulled again: name -> URL of the mirror that has them."""
+    gone = _shards_of(folder, ("deleted",))
+    return {name: url for name, url in gone.items() if not (folder / "data" / name).exists()}
+
+
+def mirrored_shards(folder: Path) -> dict[str, str]:
+    """Shards that a push published: name -> URL of the last mirror that got them."""
+    return _shards_of(folder, ("published", "deleted"))
+
+
+def _shards_of(folder: Path, events: tuple[Event, ...]) -> dict[str, str]:
     path = work_folder(folder) / "push.jsonl"
     if not path.exists():
         return {}
-    return {line["name"]: line["target"] for line in read_lines(path) if line["event"] == "deleted"}
+    return {line["name"]: line["target"] for line in read_lines(path) if line["event"] in events}

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from eagle3_data import durable
 from eagle3_data.card import CARD
@@ -23,6 +24,7 @@ from eagle3_data.hub.mirror import Mirror
 from eagle3_data.hub.notes import read_lines
 from eagle3_data.manifest import FAILURES, MANIFEST, Manifest, ShardRow
 from eagle3_data.runlock import RunLock, work_folder
+from eagle3_data.shards.cache import CacheConfig, ShardCache
 from eagle3_data.shards.layout import remote_path
 from eagle3_data.status import format_bytes
 
@@ -36,6 +38,8 @@ class PullReport:
     """What came over the network this time."""
     there: int = 0
     """Shards that were here, checked before."""
+    cached: int = 0
+    """Shards that came from the shard cache."""
 
 
 class Pull:
@@ -48,11 +52,13 @@ class Pull:
         *,
         workers: int = 4,
         piece_bytes: int = PIECE_BYTES,
+        cache: CacheConfig | None = None,
         on_start: Callable[[Manifest], None] = lambda manifest: None,
         on_bytes: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.mirror, self.folder, self.workers, self.piece_bytes = mirror, folder, workers, piece_bytes
         self.on_start, self.on_bytes = on_start, on_bytes
+        self.cache = ShardCache(cache) if cache else None
         self.report = PullReport(folder)
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -133,7 +139,7 @@ class Pull:
 
     def _fetch(self, row: ShardRow) -> None:
         for last in (False, True):
-            problem = self._fetch_once(row)
+            problem = self._fetch_once(row, use_cache=not last)
             if not problem:
                 return
             if last:
@@ -141,7 +147,7 @@ class Pull:
                     f"{self.mirror.url}: {row.name} {problem}", next=f"eagle3-data verify {self.mirror.url}"
                 )
 
-    def _fetch_once(self, row: ShardRow) -> str:
+    def _fetch_once(self, row: ShardRow, *, use_cache: bool) -> str:
         """What is wrong with the bytes that came; empty when the shard is in its place."""
         part, final = self._part(row), self.folder / "data" / row.name
         with open(part, "ab") as file:
@@ -150,6 +156,9 @@ class Pull:
                 file.truncate(0)
                 at = 0
             self.on_bytes(at)
+            copied = self._copy_cached(row, file) if use_cache else 0
+            self.on_bytes(copied)
+            at += copied
             while at < row.nbytes:
                 if self._stop.is_set():
                     return ""
@@ -172,8 +181,19 @@ class Pull:
         durable.fsync_dir(final.parent)
         self._note(row)
         with self._lock:
-            self.report.fetched += 1
+            self.report.cached += copied > 0
+            self.report.fetched += copied == 0
         return ""
+
+    def _copy_cached(self, row: ShardRow, file: BinaryIO) -> int:
+        """The rest of the shard, where the cache has it; the number of bytes. Its checksum is compared like any."""
+        found = self.cache.map(row) if self.cache else None
+        if found is None:
+            return 0
+        begun = file.tell()
+        for at in range(begun, row.nbytes, PIECE_BYTES):
+            file.write(found[at : at + PIECE_BYTES])
+        return row.nbytes - begun
 
     def _finish(self, manifest: Manifest) -> None:
         """Index, card and failures, then the manifest; a local one that lists more is kept."""

@@ -20,9 +20,9 @@ from eagle3_data.errors import ConfigError, ShardCorrupt
 from eagle3_data.hub.digest import file_digest, remote_digest
 from eagle3_data.hub.mirror import Mirror, RemoteFile, Upload
 from eagle3_data.hub.notes import PushNotes
-from eagle3_data.hub.patience import Stopped
 from eagle3_data.hub.release import Published, publication, release
 from eagle3_data.manifest import MANIFEST, Manifest, ShardRow
+from eagle3_data.patience import Stopped
 from eagle3_data.runlock import RunLock
 from eagle3_data.shards.layout import remote_path
 

@@ -16,8 +16,8 @@ from huggingface_hub.utils._http import get_session
 
 from eagle3_data.errors import MirrorError
 from eagle3_data.hub.mirror import RemoteFile, Upload
-from eagle3_data.hub.patience import Patience
 from eagle3_data.manifest import MANIFEST
+from eagle3_data.patience import Patience
 
 KIND = "dataset"
 LOST_RACE = (409, 412)

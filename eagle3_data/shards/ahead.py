@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -76,23 +76,3 @@ class ReadAhead:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def stream(
-    table: SampleTable, rows: Sequence[int], columns: Sequence[str] | None = None, *, budget_bytes: int = BUDGET_BYTES
-) -> Iterator[tuple[int, Tensors]]:
-    """(row, tensors) of `rows` in their order, read ahead in threads: at most `budget_bytes`, or one sample."""
-    coming: OrderedDict[int, Future[Tensors]] = OrderedDict()
-    held, at = 0, 0
-    with ThreadPoolExecutor(THREADS, "eagle3-stream") as threads:
-        try:
-            for place, row in enumerate(rows):
-                while at < len(rows) and (at <= place or held + int(table.nbytes[rows[at]]) <= budget_bytes):
-                    coming[at] = threads.submit(table.read, rows[at], columns)
-                    held += int(table.nbytes[rows[at]])
-                    at += 1
-                yield row, coming.pop(place).result()
-                held -= int(table.nbytes[row])
-        finally:
-            for future in coming.values():
-                future.cancel()

@@ -14,6 +14,7 @@ import mmap
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,11 +26,20 @@ from eagle3_data.errors import ConfigError, ShardCorrupt
 from eagle3_data.manifest import ShardRow
 from eagle3_data.shards.fetch import Fetcher
 from eagle3_data.shards.layout import remote_path
+from eagle3_data.sizes import parse_size
 
 WINDOW_BYTES = 64 << 20
 """Fetched at once, in parallel parts; what a kill can lose."""
 MAPPINGS = 8
-"""Cached shards this process keeps mapped; a mapping keeps an evicted shard's bytes on the disk."""
+"""Cached shards this process keeps mapped."""
+IDLE_S = 600.0
+"""A shard that was used within so many seconds is in use and makes room for no other: two readers of two data sets
+would fetch whole shards only to throw out each other's."""
+TOUCH_S = 30.0
+"""How often a use is noted, and evicted shards are let go: a mapping keeps their bytes on the disk."""
+LIMIT_BYTES = 100 * 10**9
+FOLDER_VARIABLE = "EAGLE3_DATA_SHARD_CACHE"
+SIZE_VARIABLE = "EAGLE3_DATA_SHARD_CACHE_SIZE"
 _XXH3 = re.compile(r"[0-9a-f]{32}")
 
 
@@ -45,6 +55,17 @@ class CacheConfig:
             raise ConfigError(f"the shard cache's limit must be > 0 bytes, got {self.limit_bytes}")
 
 
+def choose_cache(folder: str | os.PathLike[str] | None, size: int | str | None) -> CacheConfig | None:
+    """What was asked for, else what the environment says; None: no cache. Raises ConfigError for what is no size."""
+    folder = folder or os.environ.get(FOLDER_VARIABLE)
+    if not folder:
+        if size is not None:
+            raise ConfigError("a size of the shard cache without its folder", next="name the folder: shard_cache")
+        return None
+    size = size if size is not None else os.environ.get(SIZE_VARIABLE) or LIMIT_BYTES
+    return CacheConfig(Path(folder).expanduser().absolute(), parse_size(size) if isinstance(size, str) else size)
+
+
 class ShardCache:
     """One process's view of the folder; several processes share it without talking to each other."""
 
@@ -57,6 +78,7 @@ class ShardCache:
                 f"shard cache {self.folder}: {error.strerror}", next="another folder, or other permissions"
             ) from error
         self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
+        self._touched: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def path(self, shard: ShardRow) -> Path:
@@ -67,6 +89,7 @@ class ShardCache:
     def map(self, shard: ShardRow) -> mmap.mmap | None:
         """The shard's bytes when they are here; counts as a use of it."""
         with self._lock:
+            self._touch(shard.xxh3)
             found = self._maps.get(shard.xxh3)
             if found is not None:
                 self._maps.move_to_end(shard.xxh3)
@@ -81,15 +104,32 @@ class ShardCache:
             except FileNotFoundError:
                 return None
             self._maps[shard.xxh3] = found
+            self._touched[shard.xxh3] = time.monotonic()
             while len(self._maps) > MAPPINGS:
-                self._maps.popitem(last=False)  # closed once the last tensor over it is gone
+                self._forget(next(iter(self._maps)))
             return found
 
-    def get(self, shard: ShardRow, fetcher: Fetcher) -> mmap.mmap | None:
+    def _touch(self, xxh3: str) -> None:
+        """Now and then: note the use of a mapped shard, and let go of those that another process evicted."""
+        now = time.monotonic()
+        if xxh3 not in self._maps or now - self._touched[xxh3] < TOUCH_S:
+            return
+        self._touched[xxh3] = now
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.folder / f"{xxh3}.tar")
+        for mapped in [name for name in self._maps if not (self.folder / f"{name}.tar").exists()]:
+            self._forget(mapped)
+
+    def _forget(self, xxh3: str) -> None:
+        """The mapping is closed once the last tensor over it is gone."""
+        self._maps.pop(xxh3, None)
+        self._touched.pop(xxh3, None)
+
+    def get(self, shard: ShardRow, fetcher: Fetcher, keep: frozenset[str] = frozenset()) -> mmap.mmap | None:
         """The shard's bytes, fetched first where they are not here; None when there is no room for it now.
 
-        Another process (or thread) that fetches it is waited for. Raises what `fetcher` raises, ShardCorrupt when
-        what the mirror has is not the manifest's.
+        Shards in `keep` (checksums) and shards in use make no room. Another process (or thread) that fetches it is
+        waited for. Raises what `fetcher` raises, ShardCorrupt when what the mirror has is not the manifest's.
         """
         if (found := self.map(shard)) is not None:
             return found
@@ -98,7 +138,7 @@ class ShardCache:
             if (found := self.map(shard)) is not None:
                 return found
             part = final.with_name(f".{final.name}.part")
-            if not self._reserve(part, shard):
+            if not self._reserve(part, shard, keep):
                 return None
             self._download(part, shard, fetcher)
             os.replace(part, final)
@@ -107,7 +147,7 @@ class ShardCache:
 
     # ---------------------------------------------------------- room
 
-    def _reserve(self, part: Path, shard: ShardRow) -> bool:
+    def _reserve(self, part: Path, shard: ShardRow, keep: frozenset[str]) -> bool:
         """Make room and take it: the file gets its final size at once."""
         with _locked(self.folder / ".room.lock"):
             if part.exists() and part.stat().st_size == shard.nbytes:
@@ -116,10 +156,11 @@ class ShardCache:
             _note(part).unlink(missing_ok=True)
             entries = sorted(self._entries())
             total = sum(size for _, size, _ in entries)
-            for _, size, path in entries:
-                if total + shard.nbytes <= self.limit_bytes:
+            idle = time.time() - IDLE_S
+            for used, size, path in entries:
+                if total + shard.nbytes <= self.limit_bytes or used > idle:
                     break
-                if self._evict(path):
+                if _xxh3_of(path) not in keep and self._evict(path):
                     total -= size
             if total + shard.nbytes > self.limit_bytes:
                 return False
@@ -146,7 +187,7 @@ class ShardCache:
             # the lock's file goes with it; whoever holds it open sees that and opens it anew
             (self.folder / f".{name}.lock").unlink(missing_ok=True)
         with self._lock:
-            self._maps.pop(name.removesuffix(".tar"), None)
+            self._forget(_xxh3_of(path))
         return True
 
     # ---------------------------------------------------------- bytes
@@ -197,6 +238,10 @@ def _same(file: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(file), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def _xxh3_of(path: Path) -> str:
+    return path.name.removeprefix(".").removesuffix(".part").removesuffix(".tar")
 
 
 def _note(part: Path) -> Path:

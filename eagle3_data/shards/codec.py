@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`parts`: the stored state tensors' bytes, in file order; `packed`: padded bytes of each exponent plane."""
+    """`parts`: the stored state tensors' bytes, in file order; `packed`: padded bytes of each plane of high bytes."""
 
     parts: list[Any]
     packed: tuple[int, ...]
@@ -38,9 +38,9 @@ def encode(spec: CaptureSpec, tokens: int, aux: memoryview, last: memoryview, he
         elif column.encoding == "fp8":
             parts += _fp8_parts(spec, tokens, column, source)
         else:
-            sizes, mantissa, frames = split_planes(np.frombuffer(source, np.uint16))
+            sizes, low, frames = split_planes(np.frombuffer(source, np.uint16))
             fill = bytes(-int(sizes.sum()) % PAD)
-            parts += [_bytes_of(sizes), _bytes_of(mantissa), *frames, fill]
+            parts += [_bytes_of(sizes), _bytes_of(low), *frames, fill]
             packed.append(padded(int(sizes.sum())))
     if spec.top_k:
         if head is None:
@@ -63,16 +63,16 @@ def decode(spec: CaptureSpec, column: str, stored: Mapping[str, Tensor]) -> Tens
             if scale.shape[1:] != (state.groups,) or values.shape != (len(scale), state.groups * spec.width):
                 raise ShardCorrupt(f"{column}: scales {list(scale.shape)} for values {list(values.shape)}")
             return from_fp8(scale, values, dtype)
-        frames, mantissa, exponent = (stored[name] for name in part_names(spec, column))
-        if (frames.dtype, mantissa.dtype, exponent.dtype) != (torch.int32, torch.uint8, torch.uint8):
-            raise ShardCorrupt(f"{column}: planes of {frames.dtype}, {mantissa.dtype}, {exponent.dtype}")
-        if frames.ndim != 1 or exponent.ndim != 1:
-            raise ShardCorrupt(f"{column}: planes {list(frames.shape)}, {list(exponent.shape)} are not flat")
-        out = torch.empty(mantissa.shape, dtype=torch.bfloat16)
+        frames, low, high = (stored[name] for name in part_names(spec, column))
+        if (frames.dtype, low.dtype, high.dtype) != (torch.int32, torch.uint8, torch.uint8):
+            raise ShardCorrupt(f"{column}: planes of {frames.dtype}, {low.dtype}, {high.dtype}")
+        if frames.ndim != 1 or high.ndim != 1:
+            raise ShardCorrupt(f"{column}: planes {list(frames.shape)}, {list(high.shape)} are not flat")
+        out = torch.empty(low.shape, dtype=torch.bfloat16)
         join_planes(
             frames.numpy(),
-            mantissa.reshape(-1).numpy(),
-            exponent.numpy(),
+            low.reshape(-1).numpy(),
+            high.numpy(),
             out.view(torch.int16).reshape(-1).numpy().view(np.uint16),
         )
         return out

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 from eagle3_data.errors import DatasetUnavailable
+from eagle3_data.patience import Patience, Tries
 from eagle3_data.shards.http import TransientError
 from eagle3_data.shards.sources import Access, Source, open_source
 
@@ -20,31 +18,17 @@ PART_BYTES = 8 << 20
 CONNECTIONS = 8
 MAX_SMALL_BYTES = 1 << 30
 """Manifest and index of a mirror; 5,000 shards with 37,000 samples take 5 MB."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RetryPolicy:
-    """Back-off doubles from `base_s` to `longest_s`, with jitter; a Retry-After of the server's goes first."""
-
-    attempts: int = 8
-    """In a row without a single byte; any byte that comes starts the count anew."""
-    base_s: float = 0.5
-    longest_s: float = 60.0
-    longest_told_s: float = 600.0
-    """A Retry-After above this counts as a refusal."""
-
-    def wait_s(self, failures: int, told: float | None) -> float:
-        if told is not None:
-            return told
-        backoff: float = self.base_s * 2.0 ** (failures - 1)
-        return min(self.longest_s, backoff) * random.uniform(0.5, 1.0)
+OPENING = Patience(first_s=0.5, longest_s=15.0, total_s=60.0)
+"""Of the first look at a mirror, while somebody watches."""
+READING = Patience(first_s=0.5, longest_s=60.0, total_s=600.0)
+"""Of every later read: given up after ten minutes without a byte, or when the mirror asks for a longer wait."""
 
 
 class Fetcher:
     """Reads one mirror. Threads may share one; after a fork each process makes its own connections and threads."""
 
-    def __init__(self, url: str, access: Access | None = None, policy: RetryPolicy | None = None) -> None:
-        self._access, self._policy = access or Access(), policy or RetryPolicy()
+    def __init__(self, url: str, access: Access | None = None, patience: Patience | None = None) -> None:
+        self._access, self._patience = access or Access(), patience or READING
         self.source: Source = open_source(url, self._access)
         self._pool: ThreadPoolExecutor | None = None
         self._pid, self._lock = os.getpid(), threading.Lock()
@@ -56,14 +40,14 @@ class Fetcher:
 
     def read(self, path: str) -> bytes:
         """A whole small file. Raises DatasetUnavailable when it is not there or larger than MAX_SMALL_BYTES."""
-        failures = 0
+        tries = Tries(self._patience)
         while True:
             try:
                 data = self._read_once(path)
                 self._count(len(data))
                 return data
             except TransientError as error:
-                failures = self._failed(path, error, failures)
+                self._wait(path, error, tries)
 
     def _read_once(self, path: str) -> bytes:
         with contextlib.closing(self.source.open(path)) as body:
@@ -103,7 +87,7 @@ class Fetcher:
             future.result()
 
     def _part(self, path: str, start: int, view: memoryview) -> None:
-        done = failures = 0
+        done, tries = 0, Tries(self._patience)
         while done < len(view):
             try:
                 with contextlib.closing(self.source.open(path, start + done, start + len(view))) as body:
@@ -111,21 +95,20 @@ class Fetcher:
                         count = body.receive(view[done:])
                         if not count:
                             raise TransientError(f"the connection ended after {done} of {len(view)} bytes")
-                        done, failures = done + count, 0
+                        done += count
+                        tries.progress()
             except TransientError as error:
-                failures = self._failed(path, error, failures)
+                self._wait(path, error, tries)
         self._count(len(view))
 
-    def _failed(self, path: str, error: TransientError, failures: int) -> int:
-        """Wait, or give up; returns the number of failures in a row."""
-        failures += 1
-        told = error.wait_s
-        if failures >= self._policy.attempts or (told or 0.0) > self._policy.longest_told_s:
+    def _wait(self, path: str, error: TransientError, tries: Tries) -> None:
+        """Until the next try. Raises DatasetUnavailable when there is none."""
+        wait = tries.next_wait(error.wait_s)
+        if wait is None:
             raise DatasetUnavailable(
-                f"{self.url}/{path}: {error} ({failures} tries in a row)", next="check the network and the mirror"
+                f"{self.url}/{path}: {error} ({tries.failures} tries in a row)", next="check the network and the mirror"
             ) from error
-        time.sleep(self._policy.wait_s(failures, told))
-        return failures
+        self._patience.wait(wait)
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

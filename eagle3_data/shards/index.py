@@ -106,17 +106,17 @@ def read_index(folder: Path, manifest: Manifest) -> pa.Table:
 
 def _read_index(folder: Path, manifest: Manifest) -> pa.Table:
     whole, tables, have = whole_path(folder, manifest.split), [], set()
-    if whole.exists():
+    parts = [part_path(folder, row.name) for row in manifest.shards]
+    if whole.exists() and not all(path.exists() for path in parts):
         table = pq.read_table(whole, schema=INDEX_SCHEMA)
         have = set(table.column("shard").unique().to_pylist())
         listed = {row.name for row in manifest.shards}
         if not have <= listed:
             table = table.filter(pa.compute.is_in(table.column("shard"), pa.array(sorted(listed))))
         tables.append(table)
-    for row in manifest.shards:
+    for row, path in zip(manifest.shards, parts, strict=True):
         if row.name in have:
             continue
-        path = part_path(folder, row.name)
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, "no index part", str(path))
         tables.append(pq.read_table(path, schema=INDEX_SCHEMA))

@@ -8,19 +8,25 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
 
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import ShardCorrupt
+from eagle3_data.hub.notes import mirrored_shards
 from eagle3_data.manifest import Manifest
 from eagle3_data.shards.codec import decode
+from eagle3_data.shards.far import FarShards
 from eagle3_data.shards.index import read_index
 from eagle3_data.shards.layout import header_bytes, load_object
 from eagle3_data.shards.stored import part_names, stored_plainly
 from eagle3_data.shards.table import SampleTable
+
+if TYPE_CHECKING:
+    from eagle3_data.shards.cache import CacheConfig
+    from eagle3_data.shards.sources import Access
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -152,35 +158,72 @@ def map_shard(path: str, size: int, mtime_ns: int) -> mmap.mmap:
 
 
 class ShardSet(SampleTable):
-    """The sealed samples of one build folder. Pickles as the folder and the index; mappings are made per process."""
+    """The sealed samples of one build folder. Pickles as the folder and the index; mappings are made per process.
 
-    def __init__(self, folder: Path, manifest: Manifest, index: pa.Table) -> None:
+    Shards that a push removed after their mirror had confirmed them are read from there (`far.py`).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        index: pa.Table,
+        cache: CacheConfig | None = None,
+        access: Access | None = None,
+    ) -> None:
         super().__init__(str(folder), manifest, index)
-        self.folder = folder
+        self.folder, self._cache, self._access = folder, cache, access
+        self._data = f"{folder}/data/"
+        self._far = FarShards(folder, manifest, index, cache, access)
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> ShardSet:
-        """A finished or growing build. Raises ConfigError when it is none, ShardCorrupt when the index is short."""
+    def open(
+        cls, folder: str | os.PathLike[str], cache: CacheConfig | None = None, access: Access | None = None
+    ) -> ShardSet:
+        """A finished or growing build. Raises ConfigError when it is none, ShardCorrupt when the index is short.
+
+        `cache`, `access`: for shards that only a mirror has.
+        """
         path = Path(folder)
         manifest = Manifest.load(path)
-        return cls(path, manifest, read_index(path, manifest))
+        return cls(path, manifest, read_index(path, manifest), cache, access)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardSet, (self.folder, self.manifest, self.index)
+        return ShardSet, (self.folder, self.manifest, self.index, self._cache, self._access)
+
+    @functools.cached_property
+    def far_shards(self) -> dict[str, str]:
+        """Shards that were not here when it was first asked: name -> URL of the mirror that has it, or ''."""
+        known = mirrored_shards(self.folder)
+        names = (row.name for row in self.manifest.shards)
+        return {name: known.get(name, "") for name in names if not (self.folder / "data" / name).exists()}
+
+    @property
+    def remote(self) -> bool:
+        return bool(self.far_shards)
+
+    def check_far(self) -> str:
+        """Where the shards are read that are not here, in words. Raises ShardCorrupt when nothing says where."""
+        for name, url in self.far_shards.items():
+            if not url:
+                self._far.table(name)  # raises
+        urls = ", ".join(sorted(set(self.far_shards.values())))
+        return f"{len(self.far_shards):,} of {len(self.manifest.shards):,} shards are read from {urls}"
 
     def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
         """Views of the mapped shard; only the pages of the named columns are touched."""
         wanted = self.wanted(columns)
-        path = self.folder / "data" / self.shard_of(i)
+        name = self.shard_of(i)
+        path = f"{self._data}{name}"
         try:
-            stat = path.stat()
-            buffer = map_shard(str(path), stat.st_size, stat.st_mtime_ns)
+            stat = os.stat(path)
+            buffer = map_shard(path, stat.st_size, stat.st_mtime_ns)
             tensors = columns_at(buffer, int(self.offsets[i]), int(self.nbytes[i]), wanted, self.capture)
             return self.checked(i, tensors)
         except FileNotFoundError:
-            raise _missing(path) from None
+            return self._far.table(name).read(i, columns)
         except ShardCorrupt as error:
-            raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error
+            raise ShardCorrupt(f"{name}, sample {self.keys[i]}: {error.message}") from error
 
     def read_into(self, i: int, out: Mapping[str, torch.Tensor]) -> None:
         """From the file into `out` without a mapping: no page faults, and as fast as the file can be read.
@@ -191,17 +234,20 @@ class ShardSet(SampleTable):
             super().read_into(i, out)
             return
         self._check_out(i, out)
-        path, start, nbytes = self.folder / "data" / self.shard_of(i), int(self.offsets[i]), int(self.nbytes[i])
+        shard, start, nbytes = self.shard_of(i), int(self.offsets[i]), int(self.nbytes[i])
         try:
-            with open(path, "rb", buffering=0) as file:
-                head = os.pread(file.fileno(), min(header_bytes(self.capture), nbytes), start)
-                layout = parse_header(head, nbytes)
-                for name, target in out.items():
-                    _read_rows(file.fileno(), layout, name, start, target)
+            file = os.open(f"{self._data}{shard}", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise _missing(path) from None
+            self._far.table(shard).read_into(i, out)
+            return
+        try:
+            layout = parse_header(os.pread(file, min(header_bytes(self.capture), nbytes), start), nbytes)
+            for name, target in out.items():
+                _read_rows(file, layout, name, start, target)
         except ShardCorrupt as error:
-            raise ShardCorrupt(f"{path.name}, sample {self.keys[i]}: {error.message}") from error
+            raise ShardCorrupt(f"{shard}, sample {self.keys[i]}: {error.message}") from error
+        finally:
+            os.close(file)
 
 
 def _read_rows(file: int, layout: Layout, name: str, start: int, target: torch.Tensor) -> None:
@@ -217,9 +263,3 @@ def _read_rows(file: int, layout: Layout, name: str, start: int, target: torch.T
         if not count:
             raise ShardCorrupt(f"the shard ends before {name} does")
         view, offset = view[count:], offset + count
-
-
-def _missing(path: Path) -> ShardCorrupt:
-    return ShardCorrupt(
-        f"shard {path.name} is in the manifest and not on disk", next="eagle3-data verify, or pull it again"
-    )

@@ -4,10 +4,10 @@
 | --- | --- |
 | bf16 | `x` itself, in the dtype that the model ran in |
 | fp8 | `x.scale` float32 [T, G], `x.fp8` float8_e4m3fn [T, G*W] |
-| bf16-planes | `x.frames` int32 [C], `x.mantissa` uint8 [T, G*W], `x.exponent` uint8 [bytes, padded to 64] |
+| bf16-planes | `x.frames` int32 [C], `x.low` uint8 [T, G*W], `x.high` uint8 [bytes, padded to 64] |
 
-G states (L aux layers, or the one last state) of width W. Only an exponent plane has a size that depends on the data;
-its room is then that of the plane before compression, which it never exceeds.
+G states (L aux layers, or the one last state) of width W. Only the size of a plane of high bytes depends on the
+data; its room is then that of the plane before compression, which it never exceeds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, CaptureSpec, Encoding
 from eagle3_data.protocol import AUX, IDS, LAST, MASK, tensor_bytes
 
-FRAME_VALUES = 1 << 17
-"""Exponents in a frame: large enough for zstd's tables to pay, small enough for threads and caches. Fixed."""
+FRAME_VALUES = 1 << 19
+"""High bytes in a frame: large enough for zstd's tables to pay, small enough for threads and caches. Fixed."""
 PAD = 64
 Tensors = list[tuple[str, str, tuple[int, ...]]]
 """(name, dtype, shape) in file order."""
@@ -47,7 +47,7 @@ def part_names(spec: CaptureSpec, column: str) -> list[str]:
         if state.name == column and state.encoding == "fp8":
             return [f"{column}.scale", f"{column}.fp8"]
         if state.name == column and state.encoding == "bf16-planes":
-            return [f"{column}.frames", f"{column}.mantissa", f"{column}.exponent"]
+            return [f"{column}.frames", f"{column}.low", f"{column}.high"]
     return [column]
 
 
@@ -61,7 +61,7 @@ def padded(nbytes: int) -> int:
 
 
 def stored_states(spec: CaptureSpec, tokens: int, packed: Sequence[int] | None = None) -> Tensors:
-    """The state tensors; `packed`: padded bytes of each exponent plane, None: their room."""
+    """The state tensors; `packed`: padded bytes of each plane of high bytes, None: their room."""
     tensors: Tensors = []
     planes = iter(packed or ())
     for column in state_columns(spec):
@@ -72,9 +72,9 @@ def stored_states(spec: CaptureSpec, tokens: int, packed: Sequence[int] | None =
         elif column.encoding == "fp8":
             tensors += [(names[0], "float32", (tokens, column.groups)), (names[1], "float8_e4m3fn", shape)]
         else:
-            exponent = padded(values) if packed is None else next(planes)
+            high = padded(values) if packed is None else next(planes)
             frames = -(-values // FRAME_VALUES)
-            tensors += [(names[0], "int32", (frames,)), (names[1], "uint8", shape), (names[2], "uint8", (exponent,))]
+            tensors += [(names[0], "int32", (frames,)), (names[1], "uint8", shape), (names[2], "uint8", (high,))]
     if spec.top_k:
         shape = (tokens, spec.top_k)
         tensors += [(TOP_IDS, "int32", shape), (TOP_LOGPROBS, "float16", shape)]

@@ -75,6 +75,11 @@ class SampleTable(abc.ABC):
     def expect(self, samples: Sequence[int]) -> None:  # noqa: B027 - nothing to do is right for most
         """Told by a reader what it will read, in order. All samples are here, so there is nothing to do."""
 
+    @property
+    def remote(self) -> bool:
+        """Whether samples come through the network, so that it pays to fetch them before they are asked for."""
+        return False
+
     def read_into(self, i: int, out: Mapping[str, torch.Tensor]) -> None:
         """Put sample `i` into memory of the caller's: `out[name]` takes the first `len(out[name])` of its rows.
 

@@ -17,7 +17,7 @@ import mmap
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from eagle3_data.head import TargetHead
 
 COPY_BYTES = 8 << 20
+PIECE_BYTES = 4 << 20
+"""Copied, then read back while the caches still have it; more fell out of them, less is all system calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,11 @@ class Placed:
     tail: str
     """XXH3-64 of its ids, mask and padding, hex."""
     packed: tuple[int, ...] = ()
-    """Bytes of its exponent planes."""
+    """Bytes of its compressed planes."""
 
     def to_line(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":")) + "\n"
+        data = {"record": self.record.to_dict(), "tail": self.tail, "packed": self.packed}
+        return json.dumps(data, separators=(",", ":")) + "\n"
 
     @classmethod
     def from_line(cls, line: str) -> Placed:
@@ -135,6 +138,11 @@ class OpenShard:
         return [key for key in self.places if key not in self.records and key not in self.failed]
 
     @property
+    def settled(self) -> bool:
+        """Nothing is pending; asked after every sample, so it does not look at all of them."""
+        return len(self.records) + len(self.failed) == len(self.places)
+
+    @property
     def bytes_placed(self) -> int:
         return sum(self.block_bytes(key) for key in self.records)
 
@@ -156,19 +164,16 @@ class OpenShard:
         target = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         packed: tuple[int, ...] = ()
         try:
-            if self.spec.as_sent:
-                layout = self._layout(place)
-                copy_range(source, states_at, target, place.offset + layout.states, layout.state_bytes)
-                if self._checksum(target, place, layout) != record.checksum:
-                    raise DumpCorrupt(f"sample {record.key}: its states do not give the server's checksum")
-            else:
+            if not self.spec.as_sent:
                 record, packed = self._write_encoded(record, source, states_at, target)
-                layout = self._layout(place, packed)
+            layout = self._layout(place, packed)
             head = block_head(record, layout) + member_header(self.spec, place.tokens, packed)
             tail = array("i", ids).tobytes() + mask
             tail += bytes(layout.total - layout.tail - len(tail))
-            write_at(target, head, place.offset)
             write_at(target, tail, place.offset + layout.tail)
+            if self.spec.as_sent and self._copy_states(source, states_at, target, place, layout) != record.checksum:
+                raise DumpCorrupt(f"sample {record.key}: its states do not give the server's checksum")
+            write_at(target, head, place.offset)
         except OSError as error:
             if durable.is_full(error):
                 raise DiskFull(f"no space for {self.final}") from error
@@ -324,6 +329,28 @@ class OpenShard:
         size = start - base + count
         with mmap.mmap(fd, size, offset=base, access=mmap.ACCESS_READ) as view, memoryview(view) as whole:
             return xxhash.xxh3_128_hexdigest(whole[start - base :])
+
+    def _copy_states(self, source: int, states_at: int, target: int, place: Place, layout: BlockLayout) -> str:
+        """Move the states into their place and read them back there, piece by piece; the checksum of what arrived.
+
+        The file must reach beyond the states already.
+        """
+        start, digests = place.offset + layout.states, []
+        shift = start % mmap.ALLOCATIONGRANULARITY
+        size = shift + layout.state_bytes
+        with (
+            mmap.mmap(target, size, offset=start - shift, access=mmap.ACCESS_READ) as view,
+            memoryview(view) as whole,
+        ):
+            for low, high in state_ranges(self.spec, place.tokens):
+                digest = xxhash.xxh3_128()
+                for at in range(low, high, PIECE_BYTES):
+                    end = min(at + PIECE_BYTES, high)
+                    copy_range(source, states_at + at, target, start + at, end - at)
+                    with whole[shift + at : shift + end] as piece:
+                        digest.update(piece)
+                digests.append(digest.hexdigest())
+        return ":".join(digests)
 
     def _checksum(self, fd: int, place: Place, layout: BlockLayout) -> str:
         start = place.offset + layout.states

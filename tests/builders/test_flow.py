@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import heapq
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 import eagle3_data.builders.extract as extract
 from eagle3_data.builders.knee import Knee
+from eagle3_data.builders.ledger import Ledger
+from eagle3_data.builders.samples.store import SampleStore
+from eagle3_data.builders.sink import ShardSink
 from eagle3_data.builders.spool import LocalSpool
 from eagle3_data.cli.build import parse_inflight
 from eagle3_data.errors import ConfigError
+from eagle3_data.manifest import Manifest, PlanRow, ShardRow
+from eagle3_data.shards.writer import OpenShard, Place
 from eagle3_data.verify import verify
 from tests.builders.conftest import Builds, write_samples
-from tests.replay import Faults
+from tests.replay import SPEC, Faults
 
 
 class Lanes:
@@ -112,3 +119,41 @@ def test_a_server_without_space_costs_no_sample(builds: Builds, monkeypatch: pyt
         report = builds.run("out", samples, server.url, retries=1)
     assert (report.saved, report.failed, report.retried) == (4, {}, {"spool_full": 20})
     assert verify(builds.folder / "out").ok
+
+
+class Counted(tuple[ShardRow, ...]):
+    """Shards of a manifest that say how often they were looked through."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[ShardRow]:
+        Counted.walks += 1
+        return super().__iter__()
+
+
+def test_no_question_walks_through_all_shards_or_samples(tmp_path: Path) -> None:
+    """A resume asks of each shard whether it is sealed, and each sample whether it was its shard's last."""
+    rows = Counted(ShardRow(name=f"train-{n:06d}.tar", samples=1, tokens=1, nbytes=1, xxh3="") for n in range(50))
+    plan = PlanRow(samples=60, tokens=60, nbytes=60, shards=60, shard_bytes=1)
+    manifest = Manifest(dataset="d", run="r", capture=SPEC.to_dict(), samples={}, fingerprint={}, plan=plan)
+    manifest = manifest.model_copy(update={"shards": rows})
+    sink = ShardSink(tmp_path, [], cast(SampleStore, None), manifest, Ledger(tmp_path, 60, {}))
+    before = Counted.walks
+    assert [sink.is_sealed(f"train-{n:06d}.tar") for n in range(60)] == [n < 50 for n in range(60)]
+    assert Counted.walks == before
+
+    class Places(dict[str, Place]):
+        walks = 0
+
+        def __iter__(self) -> Iterator[str]:
+            Places.walks += 1
+            return super().__iter__()
+
+    shard = OpenShard(tmp_path, "train-000050.tar", [Place(f"k{n}", "", 1, 0) for n in range(20)], SPEC)
+    shard.places = Places(shard.places)
+    for n in range(20):
+        assert not shard.settled
+        shard.give_up(f"k{n}")
+    assert shard.settled
+    assert Places.walks == 0
+    shard.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eagle3_data.hub.check import check_mirror
 from eagle3_data.hub.mirror import make_mirror
-from eagle3_data.hub.patience import Patience
+from eagle3_data.patience import Patience
 from eagle3_data.verify import verify
 from tests.builders.conftest import Builds, write_samples
 

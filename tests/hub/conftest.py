@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import constants
 
 from eagle3_data.hub.mirror import Mirror, make_mirror
-from eagle3_data.hub.patience import Patience
 from eagle3_data.hub.push import Push, PushConfig, PushReport
+from eagle3_data.patience import Patience
 from tests.hub.stub import HubStub
 
 REPO = "org/states"

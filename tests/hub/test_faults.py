@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from eagle3_data.errors import MirrorError
-from eagle3_data.hub.patience import Patience, judge
 from eagle3_data.hub.redact import redact
+from eagle3_data.patience import Patience, judge
 from eagle3_data.shards.http import retry_after
 from eagle3_data.shards.layout import remote_path
 from tests.builds import make_build

@@ -14,9 +14,9 @@ import torch
 from eagle3_data.errors import BuildFailed, ConfigError, ManifestMismatch, MirrorError, ShardCorrupt
 from eagle3_data.hub.check import check_mirror
 from eagle3_data.hub.mirror import make_mirror
-from eagle3_data.hub.patience import Patience
 from eagle3_data.hub.pull import Pull, PullReport, check_name
 from eagle3_data.manifest import MANIFEST, Manifest
+from eagle3_data.patience import Patience
 from eagle3_data.shards import ShardSet, layout
 from eagle3_data.shards.cache import CacheConfig
 from eagle3_data.shards.layout import remote_path

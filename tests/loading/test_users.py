@@ -226,6 +226,50 @@ def test_builder_and_inspection(home: Path) -> None:
         builder.download_and_prepare(output_dir=str(home / "p"), file_format="parquet")
 
 
+@pytest.mark.parametrize("name", ["kimi_k25_synth", "smollm2_demo"])
+def test_the_named_data_sets(home: Path, name: str) -> None:
+    """Both, at their own widths (57,344 bytes per token for Kimi-K2.5): here, as a mirror, as a stream, in part."""
+    import importlib
+
+    recipe = importlib.import_module(f"eagle3_data.builders.datasets.{name}").RECIPE
+    dumps = make_build(home / "b", [2 + i % 3 for i in range(10)], per_shard=4, spec=recipe.capture)
+    for args in ({"data_dir": str(home / "b")}, {"mirror": f"file://{home / 'b'}"}):
+        for streaming in (False, True):
+            rows = list(load_dataset(f"eagle3_data/{name}", "default", split="train", streaming=streaming, **args))
+            assert all(same(row, dump) for row, dump in zip(rows, dumps, strict=True))
+        part = load_dataset(f"eagle3_data/{name}", split="train[:10%]", columns=AUX, **args)
+        assert part.column_names[-1] == AUX
+        assert [row["key"] for row in part] == ["00000000"]
+        assert part[0][AUX].dtype is getattr(torch, recipe.capture.dtype)
+    assert recipe.capture.tensors(1)[0][2] == (1, 3 * recipe.capture.width)
+
+
+def test_streams_pickle(where: tuple[dict[str, str], list[FakeDump]]) -> None:
+    args, dumps = where
+    stream = pickle.loads(pickle.dumps(custom(args, streaming=True)))
+    assert all(same(row, dump) for row, dump in zip(stream, dumps, strict=True))
+
+
+def test_inspection_with_nothing_at_hand(home: Path) -> None:
+    """What is known of a named data set is told; of `custom` nothing is, and our error is the one that is shown."""
+    for name in ("kimi_k25_synth", "smollm2_demo"):
+        path = f"eagle3_data/{name}"
+        info = datasets.get_dataset_config_info(path)
+        assert list(info.features)[-4:] == list(TENSORS)
+        assert datasets.get_dataset_split_names(path) == ["train"]
+        assert list(datasets.get_dataset_infos(path)) == ["default"]
+        with pytest.raises(DatasetUnavailable, match="no build, no mirror and no server"):
+            load_dataset(path, split="train")
+    assert datasets.get_dataset_config_names("eagle3_data/custom") == ["default"]
+    for look in (datasets.get_dataset_config_info, datasets.get_dataset_infos, datasets.get_dataset_split_names):
+        with pytest.raises(DatasetUnavailable, match="no build, no mirror and no server"):
+            look("eagle3_data/custom")
+    # a build that comes later is not held to the sizes that were not known
+    make_build(home / "home" / "eagle3_data" / "smollm2_demo", LENGTHS, spec=smollm2_demo.RECIPE.capture)
+    assert datasets.get_dataset_config_info("eagle3_data/smollm2_demo").splits["train"].num_examples == 6
+    assert len(load_dataset("eagle3_data/smollm2_demo", split="train")) == 6
+
+
 def test_num_proc_and_download_mode(build: tuple[str, list[FakeDump]]) -> None:
     folder, dumps = build
     for mode in ("reuse_dataset_if_exists", "force_redownload", "reuse_cache_if_exists"):

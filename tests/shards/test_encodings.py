@@ -41,8 +41,8 @@ LENGTHS = (5, 64, 3, 700, 17)
 
 
 def planes_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    sizes, mantissa, frames = split_planes(values)
-    return sizes, mantissa, np.frombuffer(b"".join(bytes(frame) for frame in frames), np.uint8)
+    sizes, low, frames = split_planes(values)
+    return sizes, low, np.frombuffer(b"".join(bytes(frame) for frame in frames), np.uint8)
 
 
 @settings(deadline=None, max_examples=60)
@@ -67,12 +67,12 @@ def test_planes_are_bit_exact(seed: int, count: int, kind: str) -> None:
 @pytest.mark.parametrize("extra", [-1, 0, 1])
 def test_planes_over_many_frames(extra: int) -> None:
     bits = np.random.default_rng(1).integers(0x3E00, 0x4100, 5 * FRAME_VALUES + extra, dtype=np.uint16)
-    sizes, mantissa, exponent = planes_of(bits)
+    sizes, low, high = planes_of(bits)
     assert len(sizes) == 5 + (extra > 0)
     out = np.zeros_like(bits)
-    join_planes(sizes, mantissa, exponent, out)
+    join_planes(sizes, low, high, out)
     assert (out == bits).all()
-    assert len(exponent) < len(bits) // 2
+    assert len(high) < len(bits) // 2
 
 
 def test_noise_never_takes_more_than_its_room() -> None:
@@ -85,12 +85,12 @@ def test_noise_never_takes_more_than_its_room() -> None:
 @given(st.integers(0, 2**32 - 1), st.integers(0, 400), st.integers(1, 255))
 def test_damaged_planes_are_refused_or_differ_but_never_overrun(seed: int, at: int, flip: int) -> None:
     bits = np.random.default_rng(seed).integers(0x3E00, 0x4100, 4000, dtype=np.uint16)
-    sizes, mantissa, exponent = planes_of(bits)
-    damaged = exponent.copy()
+    sizes, low, high = planes_of(bits)
+    damaged = high.copy()
     damaged[at % len(damaged)] ^= flip
     out = np.zeros_like(bits)
     try:
-        join_planes(sizes, mantissa, damaged, out)
+        join_planes(sizes, low, damaged, out)
     except ShardCorrupt:
         return
     assert out.shape == bits.shape
@@ -98,21 +98,21 @@ def test_damaged_planes_are_refused_or_differ_but_never_overrun(seed: int, at: i
 
 def test_hostile_frame_tables_are_refused() -> None:
     bits = np.random.default_rng(0).integers(0x3E00, 0x4100, 4000, dtype=np.uint16)
-    sizes, mantissa, exponent = planes_of(bits)
+    sizes, low, high = planes_of(bits)
     bomb = np.frombuffer(pa.compress(bytes(1 << 24), codec="zstd", asbytes=True), np.uint8)
     out = np.zeros_like(bits)
     for table, data in (
-        (np.array([-5], np.int32), exponent),
-        (np.array([1 << 30], np.int32), exponent),
-        (np.array([], np.int32), exponent),
-        (np.array([3, 4], np.int32), exponent),
+        (np.array([-5], np.int32), high),
+        (np.array([1 << 30], np.int32), high),
+        (np.array([], np.int32), high),
+        (np.array([3, 4], np.int32), high),
         (np.array([len(bomb)], np.int32), bomb),
-        (np.array([9], np.int32), exponent),
+        (np.array([9], np.int32), high),
     ):
         with pytest.raises(ShardCorrupt):
-            join_planes(table, mantissa, data, out)
+            join_planes(table, low, data, out)
     with pytest.raises(ShardCorrupt):
-        join_planes(sizes, mantissa[:-1], exponent, out)
+        join_planes(sizes, low[:-1], high, out)
 
 
 @settings(deadline=None, max_examples=60)
@@ -148,7 +148,7 @@ def test_slots_are_arithmetic(tokens: int, name: str, last: str) -> None:
     layout = block_layout(spec, tokens)
     assert block_sizes(spec, np.array([tokens], np.int32))[0] == layout.total
     assert layout.states % PAD == 0
-    planes = [shape[0] for name, _, shape in stored_states(spec, tokens) if name.endswith(".exponent")]
+    planes = [shape[0] for name, _, shape in stored_states(spec, tokens) if name.endswith(".high")]
     smaller = block_layout(spec, tokens, [PAD] * len(planes))
     assert smaller.total <= layout.total
 
@@ -268,7 +268,6 @@ def test_readers_undo_the_encoding(encoded: tuple[Path, CaptureSpec, list[FakeDu
 
 def test_encoded_builds_verify(encoded: tuple[Path, CaptureSpec, list[FakeDump]]) -> None:
     assert verify(encoded[0]).problems == []
-    assert verify(f"file://{encoded[0]}").problems == []
 
 
 def test_ids_of_encoded_samples_take_only_their_bytes(tmp_path: Path) -> None:
@@ -286,9 +285,9 @@ LIES = {
     "groups": ("fp8", {"scale": torch.zeros(4, 2)}),
     "frames": ("bf16-planes", {"frames": torch.ones(1, dtype=torch.bfloat16)}),
     "frame table": ("bf16-planes", {"frames": torch.ones(1, 1, dtype=torch.int32)}),
-    "mantissa": ("bf16-planes", {"mantissa": torch.zeros(4, 3 * SPEC.width, dtype=torch.bfloat16)}),
-    "exponent": ("bf16-planes", {"exponent": torch.zeros(64, dtype=torch.float16)}),
-    "exponents": ("bf16-planes", {"exponent": torch.zeros(1, 64, dtype=torch.uint8)}),
+    "low": ("bf16-planes", {"low": torch.zeros(4, 3 * SPEC.width, dtype=torch.bfloat16)}),
+    "high": ("bf16-planes", {"high": torch.zeros(64, dtype=torch.float16)}),
+    "high, not flat": ("bf16-planes", {"high": torch.zeros(1, 64, dtype=torch.uint8)}),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +40,10 @@ class MemorySamples:
         for name in names:
             self.reads[name] = self.reads.get(name, 0) + 1
         return {name: self.samples[i][name] for name in names}
+
+    def read_into(self, i: int, out: Mapping[str, Tensor]) -> None:
+        for name, tensor in self.read(i, tuple(out)).items():
+            out[name].copy_(tensor[: len(out[name])])
 
 
 def random_samples(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_data.errors import ConfigError, InputError
+from eagle3_data.train.compare import compare
 from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts, read_prompts
 from eagle3_data.train.evaluate import Acceptance, Answer, EvalConfig, Measured, make_report, server_config
 from tests.train.fakes import random_samples
@@ -86,3 +87,68 @@ def test_server_arguments_win_last() -> None:
     assert config.draft == "draft"
     assert config.extra_args[-2:] == ("--x", "1")
     assert server_config(EvalConfig(target="t"), None).draft is None
+
+
+def measured(lengths: list[int], verifications: list[int], rate: float, repeat: int | None = None) -> Measured:
+    answers = []
+    for place, (tokens, checks) in enumerate(zip(lengths, verifications, strict=True)):
+        ids = tuple([7] * tokens if place == repeat else range(tokens))
+        answers.append(Answer(EvalPrompt(f"p{place}", "a", (1, 2)), ids, checks, tokens - checks, (0, checks)))
+    return Measured(answers, rate)
+
+
+def test_drafts_are_compared_on_the_prompts_that_none_of_them_makes_repeat() -> None:
+    config, count = EvalConfig(target="t"), 20
+    slow = make_report(measured([40] * count, [20] * count, 50.0), None, config, draft="slow")
+    fast = make_report(measured([40] * count, [10 + i % 2 for i in range(count)], 90.0, 3), None, config, draft="fast")
+    near = make_report(
+        measured([40] * count, [20 + i % 2 - (i + 1) % 2 for i in range(count)], 51.0), None, config, draft="near"
+    )
+    first, second, third = compare([slow, fast, near])
+    assert (first.prompts, first.acceptance_length, first.difference, first.interval) == (19, 2.0, 0.0, (0.0, 0.0))
+    assert second.acceptance_length == pytest.approx(40 * 19 / (19 * 10 + 9))  # without prompt 3, for all
+    assert second.interval[0] > 1.5
+    assert second.interval[0] < second.difference < second.interval[1]
+    assert second.distinct
+    assert (second.repeating, second.tokens_per_s) == (1, 90.0)
+    assert not third.distinct
+    other = make_report(measured([40], [20], 1.0), None, config, draft="other")
+    with pytest.raises(ConfigError, match="different prompts"):
+        compare([slow, other])
+    with pytest.raises(ConfigError, match="no prompt is left"):
+        compare([make_report(measured([40], [20], 1.0, 0), None, config, draft="x")] * 2)
+
+
+def test_the_command_measures_each_draft_and_compares(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With answers made by hand in place of the server; the second draft's server does not start."""
+    from eagle3_data.cli import main
+    from eagle3_data.train import evaluate
+
+    def call(*arguments: str) -> object:
+        monkeypatch.setattr("sys.argv", ["eagle3-data", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code or 0
+
+    file, out = tmp_path / "p.jsonl", tmp_path / "report.json"
+    file.write_text("".join(json.dumps({"prompt": f"hello {i}"}) + "\n" for i in range(6)))
+
+    def measure(draft: Path, prompts: object, config: EvalConfig, **_: object) -> object:
+        if draft.name == "broken":
+            raise ConfigError("the server does not start")
+        checks = 20 if draft.name == "one" else 10
+        return make_report(measured([40] * 6, [checks] * 6, 50.0, 5), None, config, draft=draft.name)
+
+    monkeypatch.setattr(evaluate, "evaluate_draft", measure)
+    common = ["evaluate", "--target", str(tiny_llama), "--prompts", str(file), "--out", str(out)]
+    assert call(*common, "--draft", "one", "--draft", "two") == 0
+    shown = capsys.readouterr().out
+    assert "2 drafts on 5 prompts without repeating answers" in shown
+    assert shown.index("two", shown.index("2 drafts")) < shown.index("one", shown.index("2 drafts"))
+    assert [report["draft"] for report in json.loads(out.read_text())] == ["one", "two"]
+    assert call(*common, "--draft", "two", "--draft", "broken") == 1
+    assert [report["draft"] for report in json.loads(out.read_text())] == ["two"]  # what was measured is kept
+    assert call(*common, "--draft", "one", "--draft", "two", "--url", "http://127.0.0.1:1") == 1
+    assert "one server with one draft" in capsys.readouterr().err

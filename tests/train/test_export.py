@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from eagle3_data.errors import TrainingError
 from eagle3_data.protocol import default_aux_layers
 from eagle3_data.train.checkpoint import DRAFT, read_draft, write_checkpoint
-from eagle3_data.train.engines import captured_by, engine_layers
-from eagle3_data.train.export import export_draft, layer_config, lint_folder, sglang_config
-from eagle3_data.train.lint import Finding, errors_of
+from eagle3_data.train.engines import Engine, captured_by, engine_layers
+from eagle3_data.train.export import export_draft, layer_config, lint_folder, sglang_config, vllm_config
+from eagle3_data.train.lint import Finding, errors_of, expected_shapes, lint
 from eagle3_data.train.rope import RopeSpec
 from eagle3_data.train.spec import DraftSpec
 from eagle3_data.train.vocab import VocabMap
@@ -170,6 +170,50 @@ def test_a_norm_that_older_servers_ignore(tmp_path: Path) -> None:
         export_draft(tmp_path / "c", tmp_path / "out", version="0.5.14")
     assert export_draft(tmp_path / "c", tmp_path / "out", version="0.5.23").warnings == []
     assert [w.field for w in export_draft(tmp_path / "c", tmp_path / "out").warnings] == ["norm_before_fc"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "switch", "version", "level"),
+    [
+        ("sglang", "norm_before_fc", "0.5.22", "error"),
+        ("sglang", "norm_before_fc", "0.5.23.post1", None),
+        ("sglang", "norm_before_fc", None, "warning"),
+        ("sglang", "fc_norm", "0.5.14", None),
+        ("sglang", "fc_norm", "0.5.9", "error"),
+        ("sglang", "fc_norm", None, None),
+        ("vllm", "fc_norm", "0.21.0", "error"),
+        ("vllm", "fc_norm", "v0.22.0", None),
+        ("vllm", "norm_output", None, "warning"),
+        ("vllm", "norm_before_fc", "0.19.1", "error"),
+    ],
+)
+def test_what_only_some_versions_of_an_engine_load(
+    tmp_path: Path, engine: Engine, switch: str, version: str | None, level: str | None
+) -> None:
+    spec = checkpoint(tmp_path / "c", **{switch: True})
+    config = sglang_config(spec, "bfloat16") if engine == "sglang" else vllm_config(spec, "bfloat16", draft_tokens=3)
+    shapes = {name: (torch.bfloat16, shape) for name, shape in expected_shapes(spec, engine).items()}
+    maps = {"d2t": (torch.int64, (40,)), "t2d": (torch.bool, (96,))}
+    findings = lint(config, {**shapes, **maps}, spec, engine, version=version)
+    assert [(f.level, f.field) for f in findings] == ([(level, switch)] if level else [])
+
+
+def test_a_quantised_target_with_latent_attention(tmp_path: Path) -> None:
+    """Kimi-K2.5: the printed command keeps the target's attention backend and quantisation away from the draft."""
+    kimi = {
+        "latent_attention": True,
+        "target_quantised": True,
+        "target_architecture": "KimiK25ForConditionalGeneration",
+    }
+    checkpoint(tmp_path / "c", **kimi)
+    result = export_draft(tmp_path / "c", tmp_path / "out")
+    assert "--speculative-draft-attention-backend fa3" in result.command
+    assert "--speculative-draft-model-quantization unquant" in result.command
+    assert [warning.field for warning in result.warnings] == ["attention backend", "quantization"]
+    checkpoint(tmp_path / "plain")
+    plain = export_draft(tmp_path / "plain", tmp_path / "out")
+    assert "attention-backend" not in plain.command
+    assert "quantization" not in plain.command
 
 
 def test_vllm_export(tmp_path: Path, tiny_llama: Path) -> None:

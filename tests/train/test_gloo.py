@@ -13,9 +13,11 @@ import torch
 import torch._dynamo  # the optimizer loads it; here once, not in every forked rank
 from safetensors.torch import load_file
 
+from eagle3_data.protocol import MASK
 from eagle3_data.server.process import free_port
+from eagle3_data.shards import ShardSet
 from eagle3_data.train.checkpoint import DRAFT, OPTIMIZER, checkpoints
-from tests.train.gloo_worker import Job, rank_main
+from tests.train.gloo_worker import Job, rank_main, seven_shards
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class Ran:
     ranks: list[dict[str, Any]]
 
 
-def run(job: Job, world: int, *, env: dict[str, str] | None = None) -> Ran:
+def launch(job: Job, world: int, *, env: dict[str, str] | None = None) -> list[Any]:
+    """What each rank returned, or its traceback."""
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_USE_CPU": "true"}
@@ -53,7 +56,11 @@ def run(job: Job, world: int, *, env: dict[str, str] | None = None) -> Ran:
         for process in ranks:
             process.join(10)
             process.kill()
-    results = [answers[rank] for rank in range(world)]
+    return [answers[rank] for rank in range(world)]
+
+
+def run(job: Job, world: int, *, env: dict[str, str] | None = None) -> Ran:
+    results = launch(job, world, env=env)
     for result in results:
         assert isinstance(result, dict), result
     samples = [
@@ -71,8 +78,18 @@ def run(job: Job, world: int, *, env: dict[str, str] | None = None) -> Ran:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return run(Job(tmp_path_factory.mktemp("gloo") / "one"), 1)
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seven_shards(tmp_path_factory.mktemp("gloo") / "data")
+
+
+@pytest.fixture(scope="module")
+def one_rank(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    assert len(list((shards / "data").glob("*.tar"))) == 7
+    ran = run(Job(tmp_path_factory.mktemp("gloo") / "one", shards), 1)
+    data = ShardSet.open(shards)
+    alone = [i for i in set(ran.samples) if not data.read(i, (MASK,))[MASK].any()]
+    assert alone  # a micro-batch with nothing to train is among them
+    return ran
 
 
 def assert_same(ours: Ran, theirs: Ran) -> None:
@@ -85,35 +102,48 @@ def assert_same(ours: Ran, theirs: Ran) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_train_as_one(world: int, one_rank: Ran, tmp_path: Path) -> None:
-    """C59, C62: 4 micro-batches of unequal shape per step over `world` ranks; the last step of an epoch has fewer."""
-    many = run(Job(tmp_path / "many"), world)
+def test_ranks_train_as_one(world: int, one_rank: Ran, shards: Path, tmp_path: Path) -> None:
+    """C59, C62: 4 micro-batches of unequal shape per step over `world` ranks, from 7 unequal shards; the last step of
+    an epoch has fewer micro-batches, and one has nothing to train."""
+    many = run(Job(tmp_path / "many", shards), world)
     assert len(set(many.steps)) == 1
     assert_same(many, one_rank)
     assert len(many.samples) == 2 * len(set(many.samples))  # every sample once per epoch
 
 
-def test_killed_twice_and_resumed_at_other_world_sizes(one_rank: Ran, tmp_path: Path) -> None:
-    """Two ranks into epoch 0, one rank into epoch 1, two again: no gap, no repeat, the same curve."""
+def test_killed_twice_and_resumed_at_other_world_sizes(one_rank: Ran, shards: Path, tmp_path: Path) -> None:
+    """SIGKILL in epoch 1 on two ranks, in epoch 2 on four, one to the end: no gap, no repeat, the same curve."""
     total = max(one_rank.losses)
     out = tmp_path / "resumed"
-    first = run(Job(out, stop_at=2), 2)
-    second = run(Job(out, stop_at=total - 1), 1)
-    third = run(Job(out), 2)
-    assert first.steps == [2, 2]
+    first = run(Job(out, shards, kill_at=2), 2)
+    second = run(Job(out, shards, kill_at=total), 4)
+    third = run(Job(out, shards), 1)
+    assert (first.steps, second.steps, third.steps) == ([1, 1], [total - 1] * 4, [total])
+    per_epoch = len(one_rank.samples) // 2
+    assert len(first.samples) < per_epoch < len(first.samples + second.samples)
     assert first.samples + second.samples + third.samples == one_rank.samples
     assert_same(replace(third, samples=one_rank.samples), one_rank)
+
+
+def test_stopped_on_two_ranks_and_gone_on_with_by_one(one_rank: Ran, shards: Path, tmp_path: Path) -> None:
+    """One rank is told to stop, and both do, at the same step and with a checkpoint of it."""
+    out = tmp_path / "stopped"
+    first = run(Job(out, shards, stop_at=2), 2)
+    assert (first.steps, [rank["stopped"] for rank in first.ranks]) == ([2, 2], ["interrupted"] * 2)
+    second = run(Job(out, shards), 1)
+    assert first.samples + second.samples == one_rank.samples
+    assert_same(replace(second, samples=one_rank.samples), one_rank)
 
 
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
 
-def test_fsdp2_trains_as_one_rank_and_resumes_from_it(one_rank: Ran, tmp_path: Path) -> None:
+def test_fsdp2_trains_as_one_rank_and_resumes_from_it(one_rank: Ran, shards: Path, tmp_path: Path) -> None:
     """Parameters and moments in two shards; stopped, gone on with by one rank without FSDP, and sharded again."""
     out = tmp_path / "sharded"
-    first = run(Job(out, stop_at=2), 2, env=FSDP2)
-    second = run(Job(out, stop_at=4), 1)
-    third = run(Job(out), 2, env=FSDP2)
+    first = run(Job(out, shards, stop_at=2), 2, env=FSDP2)
+    second = run(Job(out, shards, stop_at=4), 1)
+    third = run(Job(out, shards), 2, env=FSDP2)
     assert first.samples + second.samples + third.samples == one_rank.samples
     assert_same(replace(third, samples=one_rank.samples), one_rank)
     whole = one_rank.ranks[0]["held"]
@@ -121,10 +151,10 @@ def test_fsdp2_trains_as_one_rank_and_resumes_from_it(one_rank: Ran, tmp_path: P
     assert max(rank["held"] for rank in third.ranks) < 0.6 * whole
 
 
-def test_fsdp2_in_bf16_keeps_float32_weights_moments_and_sums(tmp_path: Path) -> None:
+def test_fsdp2_in_bf16_keeps_float32_weights_moments_and_sums(shards: Path, tmp_path: Path) -> None:
     """Evaluated right before each save, when a forward pass has just put whole bf16 parameters in the shards' place."""
-    alone = run(Job(tmp_path / "alone", precision="bf16", eval_every=1), 1)
-    many = run(Job(tmp_path / "many", precision="bf16", eval_every=1), 2, env=FSDP2)
+    alone = run(Job(tmp_path / "alone", shards, precision="bf16", eval_every=1), 1)
+    many = run(Job(tmp_path / "many", shards, precision="bf16", eval_every=1), 2, env=FSDP2)
     moments = load_file(checkpoints(tmp_path / "many")[-1] / OPTIMIZER)
     assert set(moments) == set(load_file(checkpoints(tmp_path / "alone")[-1] / OPTIMIZER))
     for name, tensor in many.weights.items():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -28,22 +31,28 @@ from tests.train.conftest import MakeConfig
 COUNT = 24
 
 
-@pytest.fixture
-def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+def unfinished_build(folder: Path, model: Path, *, count: int = COUNT, server_timeout_s: float = 20.0) -> Path:
     """A build that was set up and has not captured anything."""
-    samples = write_samples(tmp_path / "s.jsonl", COUNT, lengths=(6, 60))
-    flow = FlowConfig(max_inflight=2, request_timeout_s=20.0, dump_timeout_s=10.0, server_timeout_s=20.0, retries=0)
+    samples = write_samples(folder / "s.jsonl", count, lengths=(6, 60))
+    flow = FlowConfig(
+        max_inflight=2, request_timeout_s=20.0, dump_timeout_s=10.0, server_timeout_s=server_timeout_s, retries=0
+    )
     remember(
         BuildConfig(
-            out=tmp_path / "data",
+            out=folder / "data",
             inputs=(str(samples),),
-            model=str(tiny_llama),
+            model=str(model),
             servers=("http://nowhere",),
             shard_bytes=128 << 10,
             flow=flow,
         )
     )
-    return tmp_path / "data"
+    return folder / "data"
+
+
+@pytest.fixture
+def folder(tiny_llama: Path, tmp_path: Path) -> Path:
+    return unfinished_build(tmp_path, tiny_llama)
 
 
 def server(tiny_llama: Path, tmp_path: Path, faults: Faults | None = None) -> ReplayServer:
@@ -123,6 +132,23 @@ def test_a_sample_that_cannot_be_captured_trains_nothing_and_is_counted(
     assert (manifest.failed, manifest.saved, manifest.state) == ({"non_finite": 1}, COUNT - 1, "complete")
 
 
+def test_a_shard_that_is_sealed_while_the_reader_looks_is_found(
+    folder: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The builder knows of a shard before the manifest on disk does; a reader that looked then never looked again."""
+    save = Manifest.save
+    with server(tiny_llama, tmp_path) as running, open_samples(folder, (running.url,)) as samples:
+
+        def look_and_save(manifest: Manifest, out: Path) -> None:
+            samples._refresh()  # type: ignore[attr-defined]
+            save(manifest, out)
+
+        monkeypatch.setattr(Manifest, "save", look_and_save)
+        samples.expect(range(COUNT))
+        for i in range(COUNT):
+            assert samples.read(i)[AUX].any()
+
+
 def test_too_many_failures_end_the_training(
     folder: Path, tiny_llama: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -133,3 +159,28 @@ def test_too_many_failures_end_the_training(
         open_samples(folder, (running.url,)) as samples,
     ):
         Trainer(make_config("optim.epochs=1"), samples).run()
+
+
+def test_each_index_part_is_read_once(
+    folder: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a seal costs does not grow with the shards that were sealed before it."""
+    reads: list[str] = []
+    real = pq.read_table
+
+    def read_table(path: Path, **options: Any) -> pa.Table:
+        reads.append(Path(path).name)
+        return real(path, **options)
+
+    remember(replace(recall(folder), shard_bytes=16 << 10))
+    with server(tiny_llama, tmp_path) as running, open_samples(folder, (running.url,)) as samples:
+        monkeypatch.setattr(pq, "read_table", read_table)
+        samples.expect(range(len(samples)))
+        for i in range(len(samples)):
+            samples.read(i)  # as it comes, so that seals and reads alternate
+        samples.close()
+        for i in range(len(samples)):
+            samples.read(i)
+    shards = len(Manifest.load(folder).shards)
+    assert shards >= COUNT // 2
+    assert len(reads) <= 2 * shards  # a part by the reader, and once more when the index becomes one file

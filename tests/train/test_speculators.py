@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3_data.train.checkpoint import read_draft
+from eagle3_data.train.config import LossConfig, LossKind
 from eagle3_data.train.draft import Eagle3Draft
 from eagle3_data.train.export import export_draft
 from tests.train.reference import decoded_states
 from tests.train.test_export import checkpoint
+from tests.train.test_losses import Case, V, speculators_style
 
 eagle3 = pytest.importorskip(
     "speculators.models.eagle3", reason="pip install --no-deps speculators hs-connectors pydantic-settings loguru"
@@ -60,3 +62,17 @@ def test_loads_and_computes_the_same(tmp_path: Path, tiny_llama: Path) -> None:
     for step, found in enumerate(states):
         count = LENGTH - 1 - step
         torch.testing.assert_close(found[0, :count], expected[step, :count], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("kl_div", "kl"), ("nla", "lk_alpha"), ("lk_hybrid", "lk_lambda")])
+def test_losses_equal_speculators_own_functions(theirs: str, ours: LossKind) -> None:
+    """Over the whole vocabulary: they take the acceptance rate within the draft's, we within the target's."""
+    losses = pytest.importorskip("speculators.losses.eager")
+    names = {"kl_div": "kl_div_loss", "nla": "neg_log_acceptance_loss", "lk_hybrid": "lk_hybrid_loss"}
+    case = Case(draft_vocab=V)
+    reference = speculators_style(case, 3, 1.0, getattr(losses, names[theirs]))
+    config = LossConfig(kind=ours, denominator="tokens", out_of_vocab="keep", chunk_bytes=1 << 16)
+    found = case.ours(config, "input", 1.0, steps=3)
+    # their hybrid has the divergence where ours has the cross-entropy: same gradients, another constant
+    for mine, other in list(zip(found, reference, strict=True))[ours == "lk_lambda" :]:
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)

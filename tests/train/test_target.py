@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.checkpoint import weight_files
 from eagle3_data.errors import ConfigError
+from eagle3_data.head import TargetHead
 from eagle3_data.train.config import DraftConfig
 from eagle3_data.train.spec import draft_spec
 from eagle3_data.train.target import read_target_info, read_target_weights
@@ -63,6 +64,17 @@ def test_tied_head(tmp_path: Path, says_so: bool) -> None:
     assert torch.equal(weights.head, EMBED)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_builders_and_training_take_the_same_head(tmp_path: Path, tied: bool) -> None:
+    tensors = {"model.embed_tokens.weight": EMBED, "lm_head.weight": HEAD}
+    folder = checkpoint(tmp_path / "m", {**BASE, "tie_word_embeddings": tied}, {"model.safetensors": tensors})
+    _, head = read(folder)
+    assert torch.equal(TargetHead.load(str(folder), width=8).weight, head)
+    assert torch.equal(head, EMBED if tied else HEAD)
+    with pytest.raises(ConfigError, match=r"the config and the states say \[20, 16\]"):
+        TargetHead.load(str(folder), width=16)
+
+
 def test_wrapped_vlm_in_many_files_of_which_two_are_opened(tmp_path: Path) -> None:
     """Kimi-K2.5's layout: text_config, `language_model.` names, a vision tower with an embedding of its own."""
     config = {
@@ -75,6 +87,7 @@ def test_wrapped_vlm_in_many_files_of_which_two_are_opened(tmp_path: Path) -> No
             "num_attention_heads": 4,
         },
         "vision_config": {"hidden_size": 3},
+        "quantization_config": {"quant_method": "compressed-tensors"},
     }
     files = {
         "model-1.safetensors": {"language_model.model.embed_tokens.weight": EMBED.bfloat16()},
@@ -91,6 +104,7 @@ def test_wrapped_vlm_in_many_files_of_which_two_are_opened(tmp_path: Path) -> No
     assert set(weight_files(folder).values()) == {"model-1.safetensors", "model-3.safetensors"}
     info = read_target_info(folder)
     assert (info.architecture, info.latent_attention) == ("KimiK25ForConditionalGeneration", True)
+    assert info.quantised
 
 
 def test_kimi_k25_draft_shape(tmp_path: Path) -> None:

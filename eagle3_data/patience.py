@@ -1,7 +1,12 @@
-"""How long to go on asking a mirror that refuses: as long as it says, else twice as long as before, up to a limit."""
+"""How long to go on asking a mirror that refuses: as long as it says, else twice as long as before, up to a limit.
+
+Everything that talks to a mirror waits by this: `call` for one request after another (push, pull, verify), `Tries` for
+a transfer that goes on at the byte where it broke off.
+"""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,26 +66,30 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """`call` repeats what may pass. `on_wait` gets a line before each wait of a second or more."""
+    """Back-off doubles from `first_s` to `longest_s`, with jitter, so that many readers do not come back together."""
 
     first_s: float = 1.0
     longest_s: float = 120.0
     total_s: float = 3600.0
-    """Without one success in so many seconds it is given up."""
+    """Without one success (or one byte) in so many seconds it is given up."""
     stop: threading.Event | None = None
     on_wait: Callable[[str], None] = lambda text: None
+    """Gets a line before each wait of `call`."""
     secret: str | None = None
     """Never shown in a message."""
 
     def __repr__(self) -> str:
         return f"Patience(first_s={self.first_s}, longest_s={self.longest_s}, total_s={self.total_s})"
 
+    def __reduce__(self) -> tuple[type[Patience], tuple[float, float, float]]:
+        return Patience, (self.first_s, self.longest_s, self.total_s)  # events and callbacks stay in their process
+
     def call(self, what: str, work: Callable[[], T], *, also: tuple[int, ...] = ()) -> T:
         """`work()`. Raises MirrorError when it cannot succeed or did not in time, Stopped when `stop` is set.
 
         `also`: further HTTP status codes that are worth another try.
         """
-        deadline, pause = time.monotonic() + self.total_s, self.first_s
+        tries = Tries(self)
         while True:
             try:
                 return work()
@@ -88,12 +97,11 @@ class Patience:
                 raise
             except Exception as error:
                 verdict = judge(error)
-                wait = pause if verdict.wait_s is None else verdict.wait_s
-                if not (verdict.again or verdict.status in also) or time.monotonic() + wait > deadline:
+                wait = tries.next_wait(verdict.wait_s) if verdict.again or verdict.status in also else None
+                if wait is None:
                     raise self.failure(what, error, verdict) from None
                 self.on_wait(f"{what}: {self.describe(error, verdict)}; again in {wait:.0f} s")
             self.wait(wait)
-            pause = min(pause * 2, self.longest_s)
 
     def wait(self, seconds: float) -> None:
         if self.stop is None:
@@ -114,3 +122,24 @@ class Patience:
         }
         hint = hints.get(verdict.status or 0, "the same command goes on from here")
         return MirrorError(f"{what}: {self.describe(error, verdict)}", next=hint)
+
+
+class Tries:
+    """The tries of one request or transfer, since its last success."""
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self.failures = 0
+        self.progress()
+
+    def progress(self) -> None:
+        """Something came: the count and the clock start anew."""
+        self.failures, self._pause = 0, self._patience.first_s
+        self._deadline = time.monotonic() + self._patience.total_s
+
+    def next_wait(self, told_s: float | None) -> float | None:
+        """Seconds until the next try (`told_s`: what the other side asked for); None: give up."""
+        self.failures += 1
+        wait = self._pause * random.uniform(0.5, 1.0) if told_s is None else told_s
+        self._pause = min(2 * self._pause, self._patience.longest_s)
+        return None if time.monotonic() + wait > self._deadline else wait

@@ -72,6 +72,11 @@ def build_fleet(
         plan = _whole_plan(config, store)
         count = part_count(config, len(plan))
         folders = [work_folder(config.out) / PARTS / str(i) for i in range(count)]
+        if (config.out / MANIFEST).exists() and not all((folder / MANIFEST).exists() for folder in folders):
+            raise ConfigError(
+                f"{config.out} is complete and its parts are gone",
+                next="use it as it is, or another --out to start anew",
+            )
         written = sum(Manifest.load(folder).nbytes for folder in folders if (folder / MANIFEST).exists())
         check_plan(
             plan,

@@ -125,25 +125,25 @@ class ShardSink:
 
     async def patiently(self, what: str, work: Callable[[], T]) -> T:
         """`work`, again and again while the disk is full; it must be safe to repeat."""
-        while True:
-            try:
-                result = work()
-            except (DiskFull, OSError) as error:
-                await self.pause(what, error)
-                continue
+        try:
+            while True:
+                try:
+                    return work()
+                except (DiskFull, OSError) as error:
+                    await self.pause(what, error)
+        finally:
             self.go_on(what)
-            return result
 
     async def patiently_aside(self, what: str, work: Callable[[], T]) -> T:
         """As `patiently`, in a thread: for what moves states."""
-        while True:
-            try:
-                result = await asyncio.to_thread(work)
-            except (DiskFull, OSError) as error:
-                await self.pause(what, error)
-                continue
+        try:
+            while True:
+                try:
+                    return await asyncio.to_thread(work)
+                except (DiskFull, OSError) as error:
+                    await self.pause(what, error)
+        finally:
             self.go_on(what)
-            return result
 
     async def pause(self, what: str, error: Exception) -> None:
         """Wait a little for space, `note` says so; anything but a full disk is raised."""

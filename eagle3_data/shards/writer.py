@@ -38,11 +38,11 @@ from eagle3_data.shards.layout import (
     member_header,
     state_ranges,
 )
+from eagle3_data.shards.moves import copy_range, move_left, write_at
 
 if TYPE_CHECKING:
     from eagle3_data.head import TargetHead
 
-COPY_BYTES = 8 << 20
 PIECE_BYTES = 4 << 20
 """Copied, then read back while the caches still have it; more fell out of them, less is all system calls."""
 
@@ -86,26 +86,6 @@ def shard_name(split: str, number: int) -> str:
 def notes_path(folder: Path, name: str) -> Path:
     """What was placed in a shard that is not sealed, one line per sample."""
     return folder / "data" / f".{name}.placed"
-
-
-def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """`pwrite` until all is written; a short write is how a full disk can begin."""
-    view = memoryview(data).cast("B")
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def copy_range(source: int, source_offset: int, target: int, target_offset: int, count: int) -> None:
-    """Move `count` bytes between files inside the kernel. Raises DumpCorrupt at an early end, OSError otherwise."""
-    os.lseek(target, target_offset, os.SEEK_SET)
-    done = 0
-    while done < count:
-        # sendfile, not copy_file_range: the latter fails from tmpfs to another file system
-        sent = os.sendfile(target, source, source_offset + done, min(count - done, 1 << 30))
-        if sent == 0:
-            raise DumpCorrupt(f"dump ends {count - done} bytes early")
-        done += sent
 
 
 class OpenShard:
@@ -221,7 +201,7 @@ class OpenShard:
                     continue
                 layout = self._layout(place, self._packed[place.key])
                 if place.offset != end:
-                    self._unbroken(_move_left, file.fileno(), place.offset, end, layout.total)
+                    self._unbroken(move_left, file.fileno(), place.offset, end, layout.total)
                 rows.append(
                     IndexRow(
                         key=place.key,
@@ -404,13 +384,3 @@ class OpenShard:
             == placed.tail
             and states
         )
-
-
-def _move_left(fd: int, source: int, target: int, count: int) -> None:
-    done = 0
-    while done < count:
-        data = os.pread(fd, min(COPY_BYTES, count - done), source + done)
-        if not data:
-            raise DumpCorrupt("shard ends early while its gaps are closed")
-        write_at(fd, data, target + done)
-        done += len(data)

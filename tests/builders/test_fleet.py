@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from eagle3_data.builders.fleet import Crew, build_fleet, deal
 from eagle3_data.builders.fleet_part import Outcome, PartJob, work_part
+from eagle3_data.builders.ray_crew import RayCrew
 from eagle3_data.builders.settings import BuildReport
 from eagle3_data.errors import BuildFailed, ConfigError
 from eagle3_data.journal import journal_path, read_tail
@@ -99,6 +103,11 @@ def test_parts_are_one_build(builds: Builds) -> None:
     merged, calm = Manifest.load(builds.folder / "out"), Manifest.load(builds.folder / "calm")
     assert (merged.plan, merged.content_id, merged.fingerprint) == (calm.plan, calm.content_id, calm.fingerprint)
     assert sum("rows of" in text for text in builds.texts) == 2, "rendered once for all parts, and once for `calm`"
+    with builds.server(spool="c") as three:
+        shutil.rmtree(builds.folder / "out/.build/parts")
+        with pytest.raises(ConfigError, match="is complete and its parts are gone"):
+            fleet(builds, "out", samples, three.url)
+        assert three.requests == []
     ticks = read_tail(journal_path(builds.folder / "out"))
     assert {(tick.of, tick.tokens_of) for tick in ticks} == {(60, calm.plan.tokens)}
     assert {tick.nbytes_of for tick in ticks} == {calm.plan.nbytes}
@@ -130,6 +139,90 @@ def test_a_lost_worker_is_said(builds: Builds) -> None:
             fleet(builds, "out", samples, server.url, crew=Threads(lost=(1,)), workers=2)
         assert found.value.next.startswith("give it memory; repeat the same command")
         assert fleet(builds, "out", samples, server.url).saved == 30
+
+
+def test_a_worker_elsewhere_says_what_is_wrong(tmp_path: Path) -> None:
+    """Another machine without the folder, or with another version."""
+    job = PartJob(index=0, folder="/nowhere", servers=("http://h:1",), api_key=None, retry_failed=False, cwd="/")
+    found = work_part(job)
+    assert "does not see /nowhere" in found.error
+    assert "every worker mounts" in found.next
+    assert "the driver 0" in work_part(replace(job, folder=str(tmp_path), version="0")).error
+    assert "holds no build" in work_part(replace(job, folder=str(tmp_path))).error
+
+
+class Ray:
+    """As much of Ray as `RayCrew` asks: tasks that end in the errors that Ray has for lost workers."""
+
+    class exceptions:
+        class RayError(Exception):
+            pass
+
+        class RayTaskError(RayError):
+            pass
+
+        class WorkerCrashedError(RayError):
+            pass
+
+    def __init__(self) -> None:
+        self.strategies: list[object] = []
+        self.cancelled: list[tuple[str, bool]] = []
+
+    def nodes(self) -> list[dict[str, object]]:
+        names = (("one", "10.0.0.1", "1"), ("two", "10.0.0.2", "2"), ("old", "10.0.0.3", "3"))
+        return [
+            {"NodeID": n * 56, "NodeManagerAddress": address, "NodeManagerHostname": name, "Alive": name != "old"}
+            for name, address, n in names
+        ]
+
+    def get_runtime_context(self) -> Ray:
+        return self
+
+    def get_node_id(self) -> str:
+        return "a" * 56
+
+    def remote(self, **options: object) -> Any:
+        return lambda function: self
+
+    def options(self, *, scheduling_strategy: object, name: str) -> Any:
+        self.strategies.append(scheduling_strategy)
+        return SimpleNamespace(remote=lambda job: name)
+
+    def wait(self, refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        return refs, []
+
+    def cancel(self, ref: str, force: bool = False) -> None:
+        self.cancelled.append((ref, force))
+
+    def get(self, ref: str) -> str:
+        if ref.endswith("0"):
+            raise self.exceptions.WorkerCrashedError("The worker died unexpectedly.\nMore words.")
+        if ref.endswith("1"):
+            raise self.exceptions.RayTaskError("Traceback\n  File x\nZeroDivisionError: division by zero")
+        return Outcome(error="said by the part", next="n").to_json()
+
+
+def test_lost_workers_and_places_on_a_cluster() -> None:
+    pytest.importorskip("ray")
+    ray = Ray()
+    crew = RayCrew(ray)
+    for index, host in enumerate(("10.0.0.2", "one", "10.0.0.3", "127.0.0.1")):
+        url = f"http://{host}:30000"
+        crew.start(PartJob(index=index, folder="/f", servers=(url,), api_key=None, retry_failed=False, cwd="/"))
+    two, one, elsewhere, here = ray.strategies
+    assert [(place.node_id, place.soft) for place in (two, one, here)] == [  # type: ignore[attr-defined]
+        ("2" * 56, True),
+        ("1" * 56, True),
+        ("a" * 56, False),
+    ]
+    assert elsewhere == "DEFAULT", "a machine that is not Ray's, or not alive: anywhere"
+    crew.stop()
+    crew.abandon()
+    assert [force for _, force in ray.cancelled] == [False] * 4 + [True] * 4
+    found = crew.ended(1.0)
+    assert found[0].error == "its worker ended (WorkerCrashedError): The worker died unexpectedly."
+    assert found[1].error == "its worker ended (RayTaskError): ZeroDivisionError: division by zero"
+    assert found[2].error == "said by the part"
 
 
 def test_too_many_failures_in_all_parts_end_it(builds: Builds) -> None:

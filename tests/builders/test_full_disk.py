@@ -217,7 +217,7 @@ def test_a_seal_that_broke_off_while_moving_is_not_begun_again(
     """Space was reserved and the disk is full all the same: the run ends, the next captures what does not hold."""
     with bf16_server(builds, bad()) as server:
         with monkeypatch.context() as patch:
-            patch.setattr(writer, "_move_left", full)
+            patch.setattr(writer, "move_left", full)
             from eagle3_data.errors import BuildFailed
 
             with pytest.raises(BuildFailed, match="could not be closed"):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-TESTS = ("tests/loading", "tests/hub", "tests/shards/test_remote.py")
+TESTS = ("tests/loading", "tests/hub", "tests/shards/test_remote.py", "tests/builders/test_mirroring.py")
 RESULTS = HERE / "datasets_pairs.txt"
 
 

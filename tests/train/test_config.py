@@ -84,6 +84,11 @@ def test_module_entry_point(
     assert load_config(tmp_path / "c.yaml") == preset("kimi_k25_synth", folder=Path("DATA"), output=Path("RUN"))
     code, _, err = call("--config", str(tmp_path / "none.yaml"))
     assert (code, "cannot read" in err) == (1, True)
+    code, out, _ = call("--cache-dir", "/scratch/shards", "--shard-cache-size", "5GB", "--print-config")
+    assert code == 0
+    (tmp_path / "d.yaml").write_text(out)
+    data = load_config(tmp_path / "d.yaml").data
+    assert (data.shard_cache, data.shard_cache_size) == (Path("/scratch/shards"), "5GB")
     (tmp_path / "bad.yaml").write_text("- a\n")
     code, _, err = call("--config", str(tmp_path / "bad.yaml"))
     assert (code, "mapping of sections" in err) == (1, True)

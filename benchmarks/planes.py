@@ -2,9 +2,9 @@
 
     python -m benchmarks.planes [--data BUILD] [--rounds 9] [--out benchmarks/results/planes.json]
 
-States: normal values, each channel with a scale of its own (log-normal), as bfloat16 [2048, 7168]; `--data` adds those of
-a build, repeated to the same size. One thread; CPU seconds of that thread, the best of the rounds, so that other work on
-the machine weighs less. GB/s are of bfloat16. `zstd` is the bound: pyarrow's zstd on the high bytes, nothing else.
+States: normal values, each channel with a scale of its own (log-normal), as bfloat16 [2048, 7168]; `--data` adds those
+of a build, repeated to the same size. One thread; its CPU seconds, the best of the rounds, so that other work
+on the machine weighs less. GB/s are of bfloat16. `zstd` is the bound: pyarrow's zstd on the high bytes, nothing else.
 """
 
 from __future__ import annotations
@@ -44,6 +44,34 @@ def from_build(folder: Path) -> Any:
     return np.resize(np.concatenate(parts), TOKENS * WIDTH)
 
 
+def measure(bits: Any, rounds: int) -> dict[str, float]:
+    sizes, low, frames = planes.split_planes(bits)
+    packed = np.concatenate([np.frombuffer(frame, np.uint8) for frame in frames])
+    out, starts = np.empty_like(bits), np.cumsum(sizes) - sizes
+
+    def unpack() -> None:
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            planes._unpack(packed[start : start + size], min(FRAME_VALUES, len(bits) - number * FRAME_VALUES))
+
+    def speed(work: Callable[[], object]) -> float:
+        best = float("inf")
+        for _ in range(rounds):
+            began = time.thread_time()
+            work()
+            best = min(best, time.thread_time() - began)
+        return float(bits.nbytes / best / 1e9)
+
+    found = {
+        "of_bf16": (len(packed) + len(low)) / bits.nbytes,
+        "zstd_gb_per_s": speed(unpack),
+        "copy_gb_per_s": speed(lambda: np.copyto(out, bits)),
+        "encode_gb_per_s": speed(lambda: planes.split_planes(bits)),
+        "decode_gb_per_s": speed(lambda: planes.join_planes(sizes, low, packed, out)),
+    }
+    assert np.array_equal(out, bits)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
@@ -52,32 +80,9 @@ def main() -> None:
     asked = parser.parse_args()
     results = Results(asked.out, "planes", {"tokens": TOKENS, "width": WIDTH, "rounds": asked.rounds}, "cpu")
     planes._threads = lambda: 1
-    for name, bits in {"made": made(), **({"build": from_build(asked.data)} if asked.data else {})}.items():
-        sizes, low, frames = planes.split_planes(bits)
-        packed = np.concatenate([np.frombuffer(frame, np.uint8) for frame in frames])
-        out, starts = np.empty_like(bits), np.cumsum(sizes) - sizes
-
-        def unpack(packed: Any = packed, sizes: Any = sizes, starts: Any = starts, count: int = len(bits)) -> None:
-            for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-                planes._unpack(packed[start : start + size], min(FRAME_VALUES, count - number * FRAME_VALUES))
-
-        def speed(work: Callable[[], object], nbytes: int = bits.nbytes) -> float:
-            best = float("inf")
-            for _ in range(asked.rounds):
-                began = time.thread_time()
-                work()
-                best = min(best, time.thread_time() - began)
-            return nbytes / best / 1e9
-
-        row = {
-            "decode_gb_per_s": speed(lambda: planes.join_planes(sizes, low, packed, out)),
-            "zstd_gb_per_s": speed(unpack),
-            "copy_gb_per_s": speed(lambda: np.copyto(out, bits)),
-            "encode_gb_per_s": speed(lambda: planes.split_planes(bits)),
-        }
-        planes.join_planes(sizes, low, packed, out)
-        assert np.array_equal(out, bits)
-        results.add(states=name, of_bf16=(len(packed) + len(low)) / bits.nbytes, **row)
+    results.add(states="made", **measure(made(), asked.rounds))
+    if asked.data:
+        results.add(states="build", **measure(from_build(asked.data), asked.rounds))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
 A server in a process of its own keeps finished dumps of Kimi-K2.5's shape (57,344 bytes per token, bfloat16) in a tmpfs
 spool; for each request it writes a new header and the ids into one and links it, so that a dump costs it about a
 kilobyte. The builder is what the command runs, with its defaults. It writes into tmpfs and onto disk; `dd` from tmpfs
-onto the same file system (`conv=fdatasync` on disk, where every seal of ours is an fsync) runs before and after each build,
-and the ratio is to the mean of the two. GB/s are 10^9 bytes of shards from the first tenth of a second in which samples
-were placed (so without the import of torch) to the last seal. Server and builder share the cores.
+onto the same file system (`conv=fdatasync` on disk, where every seal of ours is an fsync) runs before and after each
+build, and the ratio is to the mean of the two. GB/s are 10^9 bytes of shards from the first tenth of a second in which
+samples were placed (so without the import of torch) to the last seal. Server and builder share the cores.
 """
 
 from __future__ import annotations

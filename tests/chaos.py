@@ -91,7 +91,8 @@ class Chaos:
 
     @property
     def story(self) -> str:
-        return f"{sum(self.killed.values())} kills ({dict(self.killed)}), {self.moved} amid work, {self.refused} starts without a server"
+        kills = f"{sum(self.killed.values())} kills ({dict(self.killed)})"
+        return f"{kills}, {self.moved} amid work, {self.refused} starts without a server"
 
     # ---------------------------------------------------------------- the two processes
 

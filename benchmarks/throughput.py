@@ -201,6 +201,7 @@ def measure(case: Case, samples: Path, url: str, source: Path) -> dict[str, Any]
         "of_dd": speed / ((before + after) / 2),
         "builder_user_s": now.ru_utime - used.ru_utime,
         "builder_system_s": now.ru_stime - used.ru_stime,
+        "load_average": os.getloadavg()[0],
     }
 
 

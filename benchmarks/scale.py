@@ -1,6 +1,6 @@
 """What grows with a build and what does not: `status` on a long journal, memory of `build` on many planned samples.
 
-    python -m benchmarks.scale            (about three minutes on two cores)
+    python -m benchmarks.scale [--out benchmarks/results/scale.json]      (about three minutes on two cores)
 
 The journal has a line for each of 1,000,000 samples, far more than a real one. The two builds have 1,000 and 1,000,000
 planned samples; each is stopped after a few hundred, and its peak memory is what the kernel says of the process.
@@ -8,6 +8,7 @@ planned samples; each is stopped after a few hundred, and its peak memory is wha
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.gpu.host import Results
 from eagle3_data.journal import Journal, Tick, journal_path
 from eagle3_data.status import read_status
 from tests.models import VOCAB, tiny_model
@@ -54,7 +56,7 @@ def line(number: int) -> Tick:
     )
 
 
-def status_of_a_long_journal(folder: Path) -> None:
+def status_of_a_long_journal(folder: Path, results: Results) -> None:
     Journal(folder).close()
     with journal_path(folder).open("w") as file:
         file.writelines(line(number).to_line() for number in range(1_000_001))
@@ -67,10 +69,10 @@ def status_of_a_long_journal(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(folder)], stdout=subprocess.DEVNULL, check=False)
     whole_s = time.perf_counter() - began
     size = journal_path(folder).stat().st_size
-    print(f"status: {1000 * read_s:.1f} ms to read {size / 1e6:.0f} MB of journal, {whole_s:.2f} s for the command")
+    results.add(what="status", samples=1_000_000, journal_bytes=size, read_s=read_s, command_s=whole_s)
 
 
-def memory_of_a_build(folder: Path, planned: int) -> int:
+def memory_of_a_build(folder: Path, planned: int, results: Results) -> None:
     samples = folder / f"{planned}.jsonl"
     with samples.open("w") as file:
         for number in range(planned):
@@ -82,15 +84,18 @@ def memory_of_a_build(folder: Path, planned: int) -> int:
             command = [sys.executable, "-c", DRIVER, str(folder), str(model), f"out-{planned}", str(samples)]
             done = subprocess.run([*command, server.url, str(stop_at)], capture_output=True, text=True, check=True)
             rss, saved, total = (int(word) for word in done.stdout.split()[-3:])
-    print(f"build: {total:,} planned, stopped at {saved:,}: peak {rss / 1024:.0f} MiB")
-    return rss
+    assert total == planned
+    results.add(what="build", planned=planned, stopped_at=saved, peak_mib=rss / 1024)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scale.json"))
+    results = Results(parser.parse_args().out, "scale", {"planned": PLANNED, "tokens": TOKENS}, "cpu")
     with tempfile.TemporaryDirectory(prefix="eagle3-scale-") as folder:
-        status_of_a_long_journal(Path(folder) / "journal")
-        few, many = (memory_of_a_build(Path(folder), planned) for planned in PLANNED)
-        print(f"memory at 1,000,000 planned samples: {many / few:.2f} of that at 1,000")
+        status_of_a_long_journal(Path(folder) / "journal", results)
+        for planned in PLANNED:
+            memory_of_a_build(Path(folder), planned, results)
 
 
 if __name__ == "__main__":

@@ -81,13 +81,18 @@ class Chaos:
         self.killed: Counter[str] = Counter()
         self.moved = 0
         """Kills before which samples were placed since the kill before."""
+        self.refused = 0
+        """Builders that found no server when they asked it what it captures: refused by design, begun again."""
+        self.victim = ""
+        """Of the last kill."""
         self.calm: dict[str, bytes] = {}
         self.sealed: dict[str, tuple[int, int]] = {}
         pool.PROBE_S = 0.1
 
     @property
     def story(self) -> str:
-        return f"{sum(self.killed.values())} kills ({dict(self.killed)}), {self.moved} amid work"
+        kills = f"{sum(self.killed.values())} kills ({dict(self.killed)})"
+        return f"{kills}, {self.moved} amid work, {self.refused} starts without a server"
 
     # ---------------------------------------------------------------- the two processes
 
@@ -154,6 +159,12 @@ class Chaos:
             status = self.ended(self.builder)
             if status == 0:
                 break
+            if status is not None and self.victim == "server" and "in _servers" in self._log(out):
+                self.refused += 1
+                (self.folder / f"{out}.log").unlink()
+                self._wait_for_server()
+                self.build(out)
+                continue
             if status is not None:
                 raise ChaosFailed(f"the builder ended with {status}:\n{self._log(out)}")
             self._kill(out)
@@ -181,7 +192,7 @@ class Chaos:
         return os.waitid(os.P_PID, self.builder, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def _kill(self, out: str) -> None:
-        victim = self.chooser.choice(VICTIMS)
+        victim = self.victim = self.chooser.choice(VICTIMS)
         self.killed[victim] += 1
         if victim in ("builder", "both"):
             self.end(self.builder)

@@ -175,7 +175,7 @@ def test_cut_shard_names_sample(tmp_path: Path) -> None:
     with pytest.raises(ShardCorrupt, match=r"train-000001\.tar, sample 00000003"):
         ShardSet.open(tmp_path / "b").read(3)
     path.unlink()
-    with pytest.raises(ShardCorrupt, match="not on disk"):
+    with pytest.raises(ShardCorrupt, match="not in its data"):
         ShardSet.open(tmp_path / "b").read(3)
 
 

@@ -46,21 +46,21 @@ def test_what_was_tried_on_a_cpu_is_not_printed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     body = {"benchmark": "overhead", "device": "cpu", "versions": {}, "rows": [pass_of("plain", 0, 1.0)]}
-    (tmp_path / "a.json").write_text(json.dumps(body))
+    (tmp_path / "gpu_a.json").write_text(json.dumps(body))
     assert tables.page_part().count("Not measured on a GPU yet.") == len(tables.SECTIONS)
-    (tmp_path / "a.json").write_text(json.dumps({**body, "device": "cuda"}))
+    (tmp_path / "gpu_a.json").write_text(json.dumps({**body, "device": "cuda"}))
     assert tables.page_part().count("Not measured on a GPU yet.") == len(tables.SECTIONS) - 1
 
 
 def test_the_same_tenth_of_each_source_is_held_out(tmp_path: Path) -> None:
-    import end_to_end
+    import study
 
     rows = [{"id": f"{source}-{i}", "source": source, "prompt": "?"} for source in ("a", "b") for i in range(50)]
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     first.write_text("".join(json.dumps(row) + "\n" for row in rows))
     second.write_text("".join(json.dumps(row) + "\n" for row in reversed(rows)))
-    train, heldout = end_to_end.split(first)
-    assert (train, heldout) == end_to_end.split(second)
+    train, heldout = study.split(first)
+    assert (train, heldout) == study.split(second)
     assert sorted(row["source"] for row in heldout) == ["a"] * 5 + ["b"] * 5
     assert not {row["id"] for row in train} & {row["id"] for row in heldout}
     assert len(train) + len(heldout) == 100

@@ -155,7 +155,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Rows], str]]] = {
 
 def page_part() -> str:
     found = {}
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted(RESULTS.glob("gpu_*.json")):
         body = json.loads(path.read_text())
         if body["device"] == "cuda":
             found[body["benchmark"]] = (path, body)

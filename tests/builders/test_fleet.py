@@ -141,8 +141,9 @@ def test_a_lost_worker_is_said(builds: Builds) -> None:
         assert fleet(builds, "out", samples, server.url).saved == 30
 
 
-def test_a_worker_elsewhere_says_what_is_wrong(tmp_path: Path) -> None:
+def test_a_worker_elsewhere_says_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another machine without the folder, or with another version."""
+    monkeypatch.chdir(tmp_path)  # a worker goes to the driver's folder, and here it is this process
     job = PartJob(index=0, folder="/nowhere", servers=("http://h:1",), api_key=None, retry_failed=False, cwd="/")
     found = work_part(job)
     assert "does not see /nowhere" in found.error

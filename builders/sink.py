@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -70,10 +70,9 @@ class ShardSink:
     def reopen(self) -> None:
         """Open what an earlier run left unsealed, so that all counts begin with what is there and never go down."""
         names = {path.name for path in (self.folder / "data").glob(f"*{self.manifest.split}-*")}
-        sealed = {row.name for row in self.manifest.shards}
         for planned in chain.from_iterable(self.plans):
             here = planned.name in names or notes_path(self.folder, planned.name).name in names
-            if here and planned.name not in sealed:
+            if here and not self.is_sealed(planned.name):
                 self.open_shard(planned)
 
     def open_shard(self, planned: PlannedShard) -> list[int]:
@@ -125,21 +124,21 @@ class ShardSink:
 
     async def patiently(self, what: str, work: Callable[[], T]) -> T:
         """`work`, again and again while the disk is full; it must be safe to repeat."""
-        try:
-            while True:
-                try:
-                    return work()
-                except (DiskFull, OSError) as error:
-                    await self.pause(what, error)
-        finally:
-            self.go_on(what)
+
+        async def here() -> T:
+            return work()
+
+        return await self._until_space(what, here)
 
     async def patiently_aside(self, what: str, work: Callable[[], T]) -> T:
         """As `patiently`, in a thread: for what moves states."""
+        return await self._until_space(what, lambda: asyncio.to_thread(work))
+
+    async def _until_space(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
         try:
             while True:
                 try:
-                    return await asyncio.to_thread(work)
+                    return await attempt()
                 except (DiskFull, OSError) as error:
                     await self.pause(what, error)
         finally:

@@ -119,19 +119,18 @@ def _state(last: Tick, age: float, alive: bool) -> State:
 
 
 def _mirrored(url: str) -> Manifest:
-    from eagle3_data.hub.mirror import make_mirror
-    from eagle3_data.manifest import MANIFEST, Manifest
+    from eagle3_data.hub.mirror import find_manifest, make_mirror
     from eagle3_data.patience import Patience
 
     mirror = make_mirror(url, Patience())
     try:
         mirror.open(create=False)
-        content = mirror.read(MANIFEST)
+        manifest = find_manifest(mirror)
     finally:
         mirror.close()
-    if content is None:
+    if manifest is None:
         raise ConfigError(f"{mirror.url} holds no build", next=f"eagle3-data push FOLDER {mirror.url}")
-    return Manifest.parse(content.decode(errors="replace"), f"{mirror.url}/{MANIFEST}")
+    return manifest
 
 
 def _from_manifest(manifest: Manifest, note: str) -> Status:

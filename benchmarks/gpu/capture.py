@@ -45,11 +45,15 @@ async def capture(
         return list(await asyncio.gather(*(one(i) for i in range(len(prompts)))))
 
 
-def relative(found: Tensor, right: Tensor) -> float:
-    """Median over the rows of ||found - right|| / ||right||."""
+def row_errors(found: Tensor, right: Tensor) -> Tensor:
+    """||found - right|| / ||right|| of each row."""
     found, right = found.float().cpu(), right.float().cpu()
-    error = (found - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-20)
-    return float(error.median())
+    return (found - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-20)
+
+
+def relative(found: Tensor, right: Tensor) -> float:
+    """Median of the rows' errors."""
+    return float(row_errors(found, right).median())
 
 
 @contextlib.contextmanager

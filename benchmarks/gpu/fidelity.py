@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capture import capture, leftovers, memory_folder, relative
+from capture import capture, leftovers, memory_folder, relative, row_errors
 from host import DECODE_GRAPHS, NO_GRAPHS, Host, Results
 from torch import Tensor
 
@@ -60,12 +60,6 @@ def top1(model: Any, captured: Captured, tops: list[list[int]], device: str) -> 
         if differs.any():
             gap = max(gap, float((best.values - logits.gather(-1, server[:, None])[:, 0])[differs].max()))
     return {"positions": total, "top1_share": equal / total, "largest_gap": gap}
-
-
-def row_errors(found: Tensor, right: Tensor) -> Tensor:
-    """||found - right|| / ||right|| of each row."""
-    found, right = found.float().cpu(), right.float().cpu()
-    return (found - right).norm(dim=-1) / right.norm(dim=-1).clamp_min(1e-20)
 
 
 def against_transformers(model: Any, prompts: list[list[int]], captured: Captured, device: str) -> dict[str, float]:

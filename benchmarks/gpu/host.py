@@ -86,9 +86,13 @@ def dummy(*more: str) -> tuple[str, ...]:
     return ("--load-format", "dummy", *more)
 
 
-def group_memory_mib(server: ServerProcess) -> int | None:
+def server_memory_mib(server: ServerProcess) -> int | None:
     """GPU memory of a server's processes, MiB; None without a GPU."""
-    group = server._process.pid if server._process is not None else -1
+    return group_memory_mib(server._process.pid if server._process is not None else -1)
+
+
+def group_memory_mib(group: int) -> int | None:
+    """GPU memory of a process group, MiB, as the driver says; None without a GPU."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()

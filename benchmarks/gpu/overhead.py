@@ -21,7 +21,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from host import Host, Results, dummy, group_memory_mib
+from host import Host, Results, dummy, server_memory_mib
 from load import Case, run_case
 from shapes import make_model, text_config
 
@@ -135,16 +135,16 @@ def measure(
     bench: Bench, plain: ServerProcess, ours: ServerProcess, spool: Path, model: Path, builds: dict[str, Path]
 ) -> None:
     options = bench.options
-    bench.results.add(mode="start", plain_mib=group_memory_mib(plain), capture_mib=group_memory_mib(ours))
+    bench.results.add(mode="start", plain_mib=server_memory_mib(plain), capture_mib=server_memory_mib(ours))
     for tokens in options.tokens:
         warm = Case(tokens, 8, 8)
         bench.load("plain", plain, warm, None, -1)
         bench.load("dump", ours, warm, spool, -1)
-    bench.results.add(mode="warm", plain_mib=group_memory_mib(plain), capture_mib=group_memory_mib(ours))
+    bench.results.add(mode="warm", plain_mib=server_memory_mib(plain), capture_mib=server_memory_mib(ours))
     if options.soak:
         case = Case(256, 64, options.soak)
         bench.load("soak", ours, case, spool, 0)
-        bench.results.add(mode="soaked", requests=options.soak, capture_mib=group_memory_mib(ours))
+        bench.results.add(mode="soaked", requests=options.soak, capture_mib=server_memory_mib(ours))
     for case in bench.cases():
         for repeat in range(options.repeats):
             if bench.over:
@@ -155,7 +155,7 @@ def measure(
             if case.in_flight == max(options.in_flight) and case.tokens == options.tokens[0]:
                 for mode, folder in builds.items():
                     bench.build(mode, ours, model, case, folder, repeat)
-    bench.results.add(mode="end", plain_mib=group_memory_mib(plain), capture_mib=group_memory_mib(ours))
+    bench.results.add(mode="end", plain_mib=server_memory_mib(plain), capture_mib=server_memory_mib(ours))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host import group_memory_mib
 from study import Study, study_parser
 
 from eagle3_data.protocol import IDS
@@ -40,19 +40,9 @@ class MemoryWatch(threading.Thread):
         self.group, self.peak, self.over = group, 0, threading.Event()
 
     def run(self) -> None:
-        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
         while not self.over.wait(1.0):
-            try:
-                lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-            except (OSError, subprocess.CalledProcessError):
+            if (used := group_memory_mib(self.group)) is None:
                 return
-            used = 0
-            for line in lines:
-                pid, mib = (int(part) for part in line.split(","))
-                try:
-                    used += mib if os.getpgid(pid) == self.group else 0
-                except ProcessLookupError:
-                    continue
             self.peak = max(self.peak, used)
 
 

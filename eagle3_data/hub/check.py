@@ -14,11 +14,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from eagle3_data.errors import MirrorError
 from eagle3_data.hub.digest import remote_digest
-from eagle3_data.hub.mirror import Mirror, RemoteFile
+from eagle3_data.hub.mirror import Mirror, RemoteFile, manifest_of
 from eagle3_data.hub.notes import deleted_shards
-from eagle3_data.manifest import MANIFEST, Manifest, ShardRow
+from eagle3_data.manifest import Manifest, ShardRow
 from eagle3_data.shards.index import INDEX_SCHEMA
 from eagle3_data.shards.layout import remote_path
 
@@ -43,7 +42,7 @@ class MirrorReport:
 
 def check_mirror(mirror: Mirror, *, on_shard: Callable[[ShardRow], None] = lambda row: None) -> MirrorReport:
     """`mirror` is open. Problems are collected; only a mirror without a manifest raises (MirrorError, ConfigError)."""
-    manifest = _manifest_of(mirror)
+    manifest = manifest_of(mirror)
     report = MirrorReport(mirror.url, len(manifest.shards), manifest.saved, manifest.tokens, manifest.nbytes)
     report.complete = manifest.state == "complete"
     listing = mirror.listing()
@@ -67,7 +66,7 @@ def check_removed(mirror: Mirror, folder: Path) -> list[str]:
     """
     gone = {name for name, url in deleted_shards(folder).items() if url == mirror.url}
     rows = [row for row in Manifest.load(folder).shards if row.name in gone]
-    published = {row.name: row for row in _manifest_of(mirror).shards}
+    published = {row.name: row for row in manifest_of(mirror).shards}
     listing, report, problems = mirror.listing(), MirrorReport(mirror.url), []
     for row in rows:
         there = published.get(row.name)
@@ -78,13 +77,6 @@ def check_removed(mirror: Mirror, folder: Path) -> list[str]:
         if problem:
             problems.append(f"{row.name} in {mirror.url}: {problem}")
     return problems
-
-
-def _manifest_of(mirror: Mirror) -> Manifest:
-    content = mirror.read(MANIFEST)
-    if content is None:
-        raise MirrorError(f"{mirror.url} holds no {MANIFEST}", next="is it a mirror that eagle3-data pushed?")
-    return Manifest.parse(content.decode(errors="replace"), f"{mirror.url}/{MANIFEST}")
 
 
 def _check_shard(mirror: Mirror, row: ShardRow, found: RemoteFile | None, report: MirrorReport) -> str:

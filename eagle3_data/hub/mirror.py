@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from eagle3_data.errors import ConfigError
+from eagle3_data.errors import ConfigError, MirrorError
 from eagle3_data.hub.redact import redact
+from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.patience import Patience
 
 REPOSITORY = re.compile(r"(?:hf://datasets/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?", re.ASCII)
@@ -95,3 +96,19 @@ def make_mirror(target: str, patience: Patience, *, revision: str | None = None)
     from eagle3_data.hub.repository import HubMirror
 
     return HubMirror(found[0], patience, revision=revision or found[1] or "main")
+
+
+def find_manifest(mirror: Mirror) -> Manifest | None:
+    """None where there is none. Raises ConfigError when what is there is not one."""
+    content = mirror.read(MANIFEST)
+    if content is None:
+        return None
+    return Manifest.parse(content.decode(errors="replace"), f"{mirror.url}/{MANIFEST}")
+
+
+def manifest_of(mirror: Mirror) -> Manifest:
+    """As `find_manifest`; raises MirrorError where there is none."""
+    found = find_manifest(mirror)
+    if found is None:
+        raise MirrorError(f"{mirror.url} holds no {MANIFEST}", next="is it a mirror that eagle3-data pushed?")
+    return found

@@ -20,7 +20,7 @@ from eagle3_data import durable
 from eagle3_data.card import CARD
 from eagle3_data.errors import BuildFailed, ManifestMismatch, MirrorError, ShardCorrupt
 from eagle3_data.hub.digest import PIECE_BYTES, file_digest, file_xxh3
-from eagle3_data.hub.mirror import Mirror
+from eagle3_data.hub.mirror import Mirror, manifest_of
 from eagle3_data.hub.notes import read_lines
 from eagle3_data.manifest import FAILURES, MANIFEST, Manifest, ShardRow
 from eagle3_data.runlock import RunLock, work_folder
@@ -80,10 +80,7 @@ class Pull:
         return self.report
 
     def _manifest(self) -> Manifest:
-        content = self.mirror.read(MANIFEST)
-        if content is None:
-            raise MirrorError(f"{self.mirror.url} holds no {MANIFEST}", next="is it a mirror that eagle3-data pushed?")
-        manifest = Manifest.parse(content.decode(errors="replace"), f"{self.mirror.url}/{MANIFEST}")
+        manifest = manifest_of(self.mirror)
         for row in manifest.shards:
             check_name(row.name, self.mirror.url)
         if (self.folder / MANIFEST).exists():

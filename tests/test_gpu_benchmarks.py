@@ -128,7 +128,7 @@ def test_the_ranks_benchmark_has_settings_that_training_takes_and_data_that_it_r
     assert config.run.checkpoint_every_steps == 20
     assert config.optim.max_steps == 40
     if shape == "tiny":
-        ranks.make_data(tmp_path, ranks.SHAPES[shape])
+        ranks.make_data(tmp_path, ranks.SHAPES[shape], [16, 30, 44, 58] * 12)
         data = ShardSet.open(config.data.folder)
         assert len(data) == ranks.SAMPLES
         assert int(data.tokens.max()) <= config.data.max_sample_tokens

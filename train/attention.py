@@ -187,20 +187,29 @@ class TttCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def attend(self, q_HRD: Tensor, k_KMD: Tensor, v_KMD: Tensor, step_zero: StepZeroAttention) -> Tensor:
-        """Add this step's keys and values (M = N rows at step 0, R later); returns [H, R, D] in the queries' dtype."""
+    def attend(
+        self, q_HRD: Tensor, k_KMD: Tensor, v_KMD: Tensor, step_zero: StepZeroAttention
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Add this step's keys and values (M = N rows at step 0, R later). Returns what `mix` takes: attention over the
+        keys of step 0 with its log-sum of exponentials, and keys and values of the later steps; None at step 0.
+        """
         self.keys.append(k_KMD)
         self.values.append(v_KMD)
         out, lse = step_zero(q_HRD, self.keys[0], self.values[0], len(self.keys) - 1)
         if len(self.keys) == 1:
-            return out
-        heads, rows, width = q_HRD.shape
-        kv_heads = k_KMD.shape[0]
-        q = q_HRD.view(kv_heads, heads // kv_heads, rows, width)
-        # [K, G, R, J]: the score of every row with its own key of each later step
-        own = torch.stack([(q * k[:, None]).float().sum(-1) for k in self.keys[1:]], dim=-1) / math.sqrt(width)
-        weights = torch.cat([lse.view(kv_heads, -1, rows, 1), own], dim=-1).softmax(dim=-1)
-        mixed = out.view(q.shape).float() * weights[..., :1]
-        for j, value in enumerate(self.values[1:], start=1):
-            mixed = mixed + weights[..., j : j + 1] * value[:, None].float()
-        return mixed.view(q_HRD.shape).to(q_HRD.dtype)
+            return out, lse, None, None
+        return out, lse, torch.stack(self.keys[1:]), torch.stack(self.values[1:])
+
+
+def mix(q_HRD: Tensor, out_HRD: Tensor, lse_HR: Tensor, keys_JKRD: Tensor, values_JKRD: Tensor) -> Tensor:
+    """Attention over the keys of step 0 and the row's own key of each later step: [H, R, D] in the queries' dtype."""
+    (heads, rows, width), kv_heads = q_HRD.shape, keys_JKRD.shape[1]
+    grouped = (kv_heads, heads // kv_heads, rows)
+    q = q_HRD.float().view(*grouped, width)  # [K, G, R, D]
+    own = (q * keys_JKRD[:, :, None].float()).sum(-1) / math.sqrt(width)  # [J, K, G, R]
+    first = lse_HR.view(grouped)  # [K, G, R]
+    largest = torch.maximum(first, own.amax(0))
+    first, own = (first - largest).exp(), (own - largest).exp()
+    later = (own[..., None] * values_JKRD[:, :, None].float()).sum(0)  # [K, G, R, D]
+    mixed = (out_HRD.float().view(q.shape) * first[..., None] + later) / (first + own.sum(0))[..., None]
+    return mixed.view(q_HRD.shape).to(q_HRD.dtype)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from eagle3_data.train.attention import StepZeroAttention, TttCache
+from eagle3_data.train.attention import StepZeroAttention, TttCache, mix
+from eagle3_data.train.fused import fused
 from eagle3_data.train.rope import cos_sin, inverse_frequencies, rotate
 from eagle3_data.train.spec import DraftSpec
 
@@ -47,24 +48,15 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * spec.hidden_size, spec.num_key_value_heads * self.width, bias=False)
         self.o_proj = nn.Linear(spec.num_attention_heads * self.width, spec.hidden_size, bias=False)
 
-    def forward(
-        self,
-        both_ME: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        cache: TttCache,
-        step_zero: StepZeroAttention,
-        active_R: Tensor | None,
-    ) -> Tensor:
-        """Keys of all M rows, queries of the active ones (None: all). Returns [R, H]."""
-        k = self._heads(self.k_proj(both_ME))  # [kv_heads, M, D]
-        v = self._heads(self.v_proj(both_ME))  # [kv_heads, M, D]
-        k = rotate(k, *rotary)
+    def project(
+        self, both_ME: Tensor, cos: Tensor, sin: Tensor, active_R: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [heads, R, D] of the active rows (None: all), keys and values [kv_heads, M, D] of all."""
+        k = rotate(self._heads(self.k_proj(both_ME)), cos, sin)
+        v = self._heads(self.v_proj(both_ME))
         if active_R is not None:
-            both_ME, rotary = both_ME[active_R], (rotary[0][active_R], rotary[1][active_R])
-        q = rotate(self._heads(self.q_proj(both_ME)), *rotary)  # [heads, R, D]
-        mixed = cache.attend(q, k, v, step_zero)  # [heads, R, D]
-        out: Tensor = self.o_proj(mixed.transpose(0, 1).flatten(1))  # [R, H]
-        return out
+            both_ME, cos, sin = both_ME[active_R], cos[active_R], sin[active_R]
+        return rotate(self._heads(self.q_proj(both_ME)), cos, sin), k, v
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.width).transpose(0, 1)
@@ -93,18 +85,16 @@ class MidLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = SwiGLU(spec)
 
-    def forward(
-        self,
-        embeds_MH: Tensor,
-        hidden_MH: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        cache: TttCache,
-        step_zero: StepZeroAttention,
-        active_R: Tensor | None,
-    ) -> Tensor:
+    def before(
+        self, embeds_MH: Tensor, hidden_MH: Tensor, cos: Tensor, sin: Tensor, active_R: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of `Attention.project`."""
         both = torch.cat([self.input_layernorm(embeds_MH), self.hidden_norm(hidden_MH)], dim=-1)  # [M, 2H]
-        mixed = self.self_attn(both, rotary, cache, step_zero, active_R)  # [R, H]
-        residual = mixed + (hidden_MH if active_R is None else hidden_MH[active_R])  # [R, H]
+        return self.self_attn.project(both, cos, sin, active_R)
+
+    def after(self, mixed_HRD: Tensor, hidden_RH: Tensor) -> Tensor:
+        """The layer's output [R, H] from the attention's and the rows' hidden states."""
+        residual = self.self_attn.o_proj(mixed_HRD.transpose(0, 1).flatten(1)) + hidden_RH  # [R, H]
         out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))  # [R, H]
         return out
 
@@ -154,13 +144,7 @@ class Eagle3Draft(nn.Module):
 
     def project(self, aux_NA: Tensor) -> Tensor:
         """Aux states [N, L*H] to the draft's first hidden state [N, H]."""
-        if self.input_norm is not None:
-            aux_NA = self.input_norm(aux_NA)
-        if self.fc_norm is not None:
-            chunks = aux_NA.chunk(len(self.fc_norm), dim=-1)
-            aux_NA = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        out: Tensor = self.fc(aux_NA)
-        return out
+        return _project(aux_NA, self)
 
     def step(
         self,
@@ -175,8 +159,45 @@ class Eagle3Draft(nn.Module):
 
         `active_R` picks the rows to go on with; the others only lend their keys and values. None: all rows.
         """
-        embeds = nn.functional.embedding(tokens_M, self.embed_tokens).to(hidden_MH.dtype)  # [M, H]
-        rotary = cos_sin(positions_M, self.frequencies, self.magnitude)  # [M, D/2] each
-        state = self.midlayer(embeds, hidden_MH, rotary, cache, step_zero, active_R)
-        normed: Tensor = self.norm(state)
+        q, k, v = _before_attention(tokens_M, hidden_MH, positions_M, active_R, self)
+        hidden = hidden_MH if active_R is None else hidden_MH[active_R]
+        state, normed = _after_attention(q, *cache.attend(q, k, v, step_zero), hidden, self)
         return normed, normed if self.spec.norm_output else state
+
+
+@fused
+def _project(aux_NA: Tensor, draft: Eagle3Draft) -> Tensor:
+    if draft.input_norm is not None:
+        aux_NA = draft.input_norm(aux_NA)
+    if draft.fc_norm is not None:
+        chunks = aux_NA.chunk(len(draft.fc_norm), dim=-1)
+        aux_NA = torch.cat([norm(chunk) for norm, chunk in zip(draft.fc_norm, chunks, strict=True)], dim=-1)
+    out: Tensor = draft.fc(aux_NA)
+    return out
+
+
+@fused
+def _before_attention(
+    tokens_M: Tensor, hidden_MH: Tensor, positions_M: Tensor, active_R: Tensor | None, draft: Eagle3Draft
+) -> tuple[Tensor, Tensor, Tensor]:
+    embeds = nn.functional.embedding(tokens_M, draft.embed_tokens).to(hidden_MH.dtype)  # [M, H]
+    cos, sin = cos_sin(positions_M, draft.frequencies, draft.magnitude)  # [M, D/2] each
+    return draft.midlayer.before(embeds, hidden_MH, cos, sin, active_R)
+
+
+@fused
+def _after_attention(
+    q_HRD: Tensor,
+    out_HRD: Tensor,
+    lse_HR: Tensor,
+    keys_JKRD: Tensor | None,
+    values_JKRD: Tensor | None,
+    hidden_RH: Tensor,
+    draft: Eagle3Draft,
+) -> tuple[Tensor, Tensor]:
+    """(state, normed state), both [R, H]."""
+    mixed = out_HRD
+    if keys_JKRD is not None and values_JKRD is not None:
+        mixed = mix(q_HRD, out_HRD, lse_HR, keys_JKRD, values_JKRD)
+    state = draft.midlayer.after(mixed, hidden_RH)
+    return state, draft.norm(state)

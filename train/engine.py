@@ -95,7 +95,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.optim.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.optim.lr, betas=config.optim.betas)
+    fused = all(parameter.is_cuda for parameter in trainable)
+    return torch.optim.AdamW(groups, lr=config.optim.lr, betas=config.optim.betas, fused=fused)
 
 
 def raise_together(failing: float, mine: Exception | None) -> None:

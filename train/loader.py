@@ -133,11 +133,27 @@ class Collator:
 
     def count_rows(self, micro: MicroBatch) -> Tensor:
         """Trained rows of each draft step, int64 [S]; touches only the pages of the loss masks."""
-        total = torch.zeros(self.steps, dtype=torch.int64)
-        for sample in micro.samples:
-            mask = self.data.read(sample, (MASK,))[MASK][: self.max_sample_tokens]
-            total += self._rows(mask[None], torch.zeros(1, len(mask), dtype=torch.int32)).flatten(1).sum(-1)
-        return total
+        document, _, places = self._lay_out(micro)
+        mask = torch.zeros_like(document, dtype=torch.uint8)
+        for sample, row, start, end in places:
+            mask[row, start:end] = self.data.read(sample, (MASK,))[MASK][: end - start]
+        return self._rows(mask, document).flatten(1).sum(-1)
+
+    def _lay_out(self, micro: MicroBatch) -> tuple[Tensor, Tensor, list[tuple[int, int, int, int]]]:
+        """Documents [B, T], positions [B, T], and each sample's (sample, row, start, end)."""
+        document = np.full((len(micro.rows), micro.length), -1, dtype=np.int32)
+        positions = np.zeros_like(document)
+        counting = np.arange(micro.length, dtype=np.int32)
+        places = []
+        for row, samples in enumerate(micro.rows):
+            start = 0
+            for number, sample in enumerate(samples):
+                end = start + min(int(self.data.tokens[sample]), self.max_sample_tokens)
+                document[row, start:end] = number
+                positions[row, start:end] = counting[: end - start]
+                places.append((sample, row, start, end))
+                start = end
+        return torch.from_numpy(document), torch.from_numpy(positions), places
 
     def collate(self, micro: MicroBatch, buffer: Buffer) -> HostBatch:
         height, length = len(micro.rows), micro.length
@@ -146,17 +162,9 @@ class Collator:
         last = buffer.last[: height * length * teacher_form(capture)[0]].view(height, length, -1)
         ids = torch.zeros(height, length, dtype=torch.int32)
         mask = torch.zeros(height, length, dtype=torch.uint8)
-        document = torch.full((height, length), -1, dtype=torch.int32)
-        positions = torch.zeros(height, length, dtype=torch.int32)
-        places = []
-        for row, samples in enumerate(micro.rows):
-            start = 0
-            for number, sample in enumerate(samples):
-                end = start + min(int(self.data.tokens[sample]), self.max_sample_tokens)
-                document[row, start:end] = number
-                positions[row, start:end] = torch.arange(end - start, dtype=torch.int32)
-                places.append((sample, row, start, end))
-                start = end
+        document, positions, places = self._lay_out(micro)
+        filled = (document >= 0).sum(-1).tolist()
+        for row, start in enumerate(filled):
             # what an earlier batch left here must not reach the loss as NaN times zero
             aux[row, start:] = 0
             last[row, start:] = 0
@@ -174,7 +182,7 @@ class Collator:
         for _ in self._readers.map(copy, places):
             pass
         batch = Batch(ids.long(), aux, last, document, positions, self._rows(mask, document))
-        return HostBatch(batch, buffer, int((document >= 0).sum()), mask, micro)
+        return HostBatch(batch, buffer, sum(filled), mask, micro)
 
     def _rows(self, mask: Tensor, document: Tensor) -> Tensor:
         return row_masks(mask, document, steps=self.steps, alignment=self.alignment)

@@ -19,7 +19,6 @@ positions.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +26,8 @@ import torch
 from torch import Tensor
 
 from eagle3_data.train.config import LossConfig, LossKind
-from eagle3_data.train.teacher import Teacher, TeacherRows
+from eagle3_data.train.fused import fused
+from eagle3_data.train.teacher import Teacher
 
 BINS = 10
 ACCEPT_FLOOR = 1e-8
@@ -80,32 +80,48 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden = hidden_SRH.detach().flatten(0, 1)  # [S*R, H]
         loss = torch.zeros((), dtype=torch.float64, device=device)
         sums = torch.zeros(steps, len(SUMS), dtype=torch.float64, device=device)
-        correct = torch.zeros(steps * rows, dtype=torch.uint8, device=device)
         calibration = torch.zeros(BINS, 3, dtype=torch.float64, device=device)
         grad_hidden = torch.zeros_like(hidden) if work.need_grad else None
         grad_head = torch.zeros(head_DH.shape, dtype=torch.float32, device=device) if work.need_grad else None
         chunk_size = chunk_rows(work.teacher, steps, work.config)
         step_S1 = torch.arange(steps, device=device)[:, None]
+        targets_U = target_positions(work.mask_SN)
+        row_SU = targets_U - 1 - step_S1  # row of step i whose target lies at u: u - 1 - i
+        mask_SU = work.mask_SN.gather(1, row_SU.clamp_min(0)) & (row_SU >= 0)
+        row_SU = row_SU.clamp_min(0)
+        place_SU = work.place_N[row_SU] + step_S1 * hidden_SRH.shape[1]
+        correct_SU = torch.empty(steps, len(targets_U), dtype=torch.uint8, device=device)
         # nothing in this loop asks the device for a value: on a GPU the host must stay ahead of the kernels
-        for targets_C in torch.split(target_positions(work.mask_SN), chunk_size):
-            row_SC = targets_C - 1 - step_S1  # row of step i whose target lies at u: u - 1 - i
-            mask_SC = work.mask_SN.gather(1, row_SC.clamp_min(0)) & (row_SC >= 0)
-            row_SC = row_SC.clamp_min(0)
-            place = (work.place_N[row_SC] + step_S1 * hidden_SRH.shape[1]).flatten()  # [S*C]
-            hidden_SCH = hidden[place].to(work.compute_dtype).view(steps, len(targets_C), hidden.shape[-1])
-            teacher = work.teacher.rows(work.last_NW[targets_C])
-            chunk = _score(hidden_SCH @ head.T, teacher, mask_SC, work)  # logits [S, C, D]
-            loss += chunk.loss
-            sums += chunk.sums
-            calibration += chunk.calibration
-            # a masked row is the target's only row of its step; the others add zeros
-            correct.index_add_(0, (row_SC + step_S1 * rows).flatten(), chunk.correct_SC.flatten().to(torch.uint8))
+        for start in range(0, len(targets_U), chunk_size):
+            part = slice(start, start + chunk_size)
+            place = place_SU[:, part].flatten()  # [S*C]
+            hidden_SCH = hidden[place].to(work.compute_dtype).view(steps, -1, hidden.shape[-1])
+            teacher = work.teacher.rows(work.last_NW[targets_U[part]])
+            chunk_loss, chunk_sums, chunk_calibration, correct_SU[:, part], grad_SCD = _score(
+                hidden_SCH @ head.T,  # [S, C, D]
+                *teacher,
+                work.teacher.kept,
+                work.teacher.in_draft,
+                mask_SU[:, part].contiguous(),
+                work.weight_S,
+                work.config.kind,
+                work.config.out_of_vocab == "drop",
+                work.config.lk_scale,
+                work.config.lk_decay,
+                work.need_grad,
+            )
+            loss += chunk_loss
+            sums += chunk_sums
+            calibration += chunk_calibration
             if grad_hidden is not None and grad_head is not None:
-                grad = chunk.grad_SCD.flatten(0, 1)  # [S*C, D]
+                grad = grad_SCD.flatten(0, 1)  # [S*C, D]
                 grad_hidden.index_add_(0, place, (grad @ head).to(grad_hidden.dtype))
                 grad_head += (grad.T @ hidden_SCH.flatten(0, 1)).float()
         if grad_hidden is not None and grad_head is not None:
             ctx.save_for_backward(grad_hidden.view(hidden_SRH.shape), grad_head.to(head_DH.dtype))
+        # a masked row is the target's only row of its step; the others add zeros
+        correct = torch.zeros(steps * rows, dtype=torch.uint8, device=device)
+        correct.index_add_(0, (row_SU + step_S1 * rows).flatten(), correct_SU.flatten())
         correct_SN = correct.view(steps, rows).bool()
         ctx.mark_non_differentiable(sums, correct_SN, calibration)
         return loss.float(), sums, correct_SN, calibration
@@ -117,62 +133,35 @@ class _ChunkedLoss(torch.autograd.Function):
         return grad_hidden.mul_(grads[0]), grad_head.mul_(grads[0]), None
 
 
-@dataclass(slots=True)
-class _Chunk:
-    loss: Tensor
-    sums: Tensor
-    calibration: Tensor
-    correct_SC: Tensor
-    grad_SCD: Tensor
-
-
-def _score(logits: Tensor, teacher: TeacherRows, mask_SC: Tensor, work: _Work) -> _Chunk:
-    """Losses, metrics and d loss / d logits of one chunk; logits [S, C, D] in any float dtype."""
-    config = work.config
-    in_draft_C = work.teacher.in_draft[teacher.top1_C]
-    used_SC = mask_SC & in_draft_C if config.out_of_vocab == "drop" else mask_SC
-    weight_SC = work.weight_S[:, None] * used_SC
-    terms = _fused_terms() if logits.is_cuda else _terms
-    row_loss, ce, accept, confidence, best, grad = terms(
-        logits,
-        teacher.draft_CD,
-        teacher.coverage_C,
-        teacher.entropy_C,
-        weight_SC,
-        config.kind,
-        config.lk_scale,
-        config.lk_decay,
-        work.need_grad,
-    )
-    correct = (work.teacher.kept[best] == teacher.top1_C) & mask_SC
-    columns = (mask_SC, row_loss * used_SC, ce * used_SC, correct, accept * mask_SC, in_draft_C & mask_SC)
-    sums = torch.stack([column.double().sum(-1) for column in columns], dim=-1)
-    bins = (confidence * BINS).long().clamp_max(BINS - 1).flatten()
-    calibration = torch.zeros(BINS, 3, dtype=torch.float64, device=logits.device)
-    values = torch.stack([mask_SC.double(), confidence.double() * mask_SC, correct.double()], dim=-1)
-    calibration.index_add_(0, bins, values.flatten(0, 1))
-    return _Chunk((row_loss.double() * weight_SC).sum(), sums, calibration, correct, grad)
-
-
-def _terms(
-    logits: Tensor,
-    p: Tensor,
+@fused
+def _score(
+    logits_SCD: Tensor,
+    top1_C: Tensor,
+    p_CD: Tensor,
     coverage_C: Tensor,
     entropy_C: Tensor,
-    weight_SC: Tensor,
+    kept_D: Tensor,
+    in_draft_V: Tensor,
+    mask_SC: Tensor,
+    weight_S: Tensor,
     kind: LossKind,
+    drop: bool,
     lk_scale: float,
     lk_decay: float,
     need_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(row loss, ce, acceptance, max q, argmax q: [S, C] each; d loss / d logits [S, C, D] in the logits' dtype).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, sums [S, 6], calibration [BINS, 3], correct uint8 [S, C], d loss / d logits [S, C, D]) of one chunk.
 
+    Logits [S, C, D] in any float dtype, the gradient in the same; `top1_C` to `entropy_C` are the teacher's rows.
     Everything of size S x C x D is in here, so that on a GPU the compiler makes few passes of it.
     """
-    log_q = logits.float().log_softmax(-1)  # [S, C, D]
+    in_draft_C = in_draft_V[top1_C]
+    used_SC = mask_SC & in_draft_C if drop else mask_SC
+    weight_SC = weight_S[:, None] * used_SC
+    log_q = logits_SCD.float().log_softmax(-1)  # [S, C, D]
     q = log_q.exp()
-    own = p * coverage_C[:, None]  # [C, D]
-    ce = -(p * log_q).sum(-1)
+    own = p_CD * coverage_C[:, None]  # [C, D]
+    ce = -(p_CD * log_q).sum(-1)
     accept = torch.minimum(own, q).sum(-1)
     confidence, best = q.max(-1)
     ce_share = lk_scale * torch.exp(-lk_decay * accept)
@@ -184,23 +173,26 @@ def _terms(
         row_loss = -accept.clamp_min(ACCEPT_FLOOR).log()
     else:
         row_loss = ce_share * ce + (1 - ce_share) * (1 - accept)
+    correct = (kept_D[best] == top1_C) & mask_SC
+    columns = (mask_SC, row_loss * used_SC, ce * used_SC, correct, accept * mask_SC, in_draft_C & mask_SC)
+    sums = torch.stack([column.double().sum(-1) for column in columns], dim=-1)
+    bins = (confidence * BINS).long().clamp_max(BINS - 1)
+    in_bin = mask_SC.double() * (bins == torch.arange(BINS, device=bins.device)[:, None, None])  # [BINS, S, C]
+    calibration = torch.stack([(in_bin * x).sum((-1, -2)) for x in (mask_SC, confidence.double(), correct)], dim=-1)
+    loss = (row_loss.double() * weight_SC).sum()
     if not need_grad:
-        return row_loss, ce, accept, confidence, best, logits.new_empty(0)
-    if kind in ("ce", "kl"):
-        return row_loss, ce, accept, confidence, best, ((q - p) * weight_SC[..., None]).to(logits.dtype)
-    # d accept / d logit_v = q_v (1[q_v < P_v] - sum_w q_w 1[q_w < P_w])
-    below = (q < own).to(q.dtype)
-    rising = q * (below - (q * below).sum(-1, keepdim=True))
-    if kind == "lk_alpha":
-        grad = rising * (-weight_SC / accept.clamp_min(ACCEPT_FLOOR))[..., None]
+        grad = logits_SCD.new_empty(0)
+    elif kind in ("ce", "kl"):
+        grad = (q - p_CD) * weight_SC[..., None]
     else:
-        grad = (q - p) * (weight_SC * ce_share)[..., None] - rising * (weight_SC * (1 - ce_share))[..., None]
-    return row_loss, ce, accept, confidence, best, grad.to(logits.dtype)
-
-
-@functools.cache
-def _fused_terms() -> Any:
-    return torch.compile(_terms, dynamic=True)
+        # d accept / d logit_v = q_v (1[q_v < P_v] - sum_w q_w 1[q_w < P_w])
+        below = (q < own).to(q.dtype)
+        rising = q * (below - (q * below).sum(-1, keepdim=True))
+        if kind == "lk_alpha":
+            grad = rising * (-weight_SC / accept.clamp_min(ACCEPT_FLOOR))[..., None]
+        else:
+            grad = (q - p_CD) * (weight_SC * ce_share)[..., None] - rising * (weight_SC * (1 - ce_share))[..., None]
+    return loss, sums, calibration, correct.to(torch.uint8), grad.to(logits_SCD.dtype)
 
 
 def target_positions(mask_SN: Tensor) -> Tensor:

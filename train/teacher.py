@@ -7,16 +7,16 @@ that the draft has, and `coverage` is their true share, so the LK losses and the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from eagle3_data.train.fused import fused
 from eagle3_data.train.target import TargetInfo
 
 
-@dataclass(frozen=True, slots=True)
-class TeacherRows:
+class TeacherRows(NamedTuple):
     """C positions. V target vocabulary, D draft vocabulary."""
 
     top1_C: Tensor
@@ -48,25 +48,12 @@ class Teacher(nn.Module):
 
     def logits(self, last_CW: Tensor) -> Tensor:
         """float32 logits [C, V] of post-norm last states."""
-        logits = (last_CW.to(self.head.dtype) @ self.head.T).float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits
+        return _scaled(last_CW.to(self.head.dtype) @ self.head.T, self.scale, self.softcap)
 
     @torch.no_grad()
     def rows(self, last_CW: Tensor) -> TeacherRows:
-        logits = self.logits(last_CW)  # [C, V]
-        top1 = logits.argmax(-1)
-        if self.draft_vocab_size == self.vocab_size:
-            kept, coverage = logits, torch.ones_like(logits[:, 0])
-        else:
-            kept = logits[:, self.kept]  # [C, D]
-            coverage = (kept.logsumexp(-1) - logits.logsumexp(-1)).exp()
-        log_p = kept.log_softmax(-1)
-        p = log_p.exp()
-        return TeacherRows(top1, p, coverage, -(p * log_p).sum(-1))
+        kept = self.kept if self.draft_vocab_size < self.vocab_size else None
+        return TeacherRows(*_distributions(last_CW.to(self.head.dtype) @ self.head.T, kept, self.scale, self.softcap))
 
     @torch.no_grad()
     def top1(self, last_NW: Tensor) -> Tensor:
@@ -78,6 +65,27 @@ class Teacher(nn.Module):
         """bool [N]: the target's top-1 token is in the draft vocabulary."""
         parts = [self.in_draft[self.top1(part)] for part in torch.split(last_NW, rows_per_chunk)]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.bool, device=last_NW.device)
+
+
+def _scaled(logits: Tensor, scale: float, softcap: float | None) -> Tensor:
+    logits = logits.float()
+    if scale != 1.0:
+        logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+@fused
+def _distributions(
+    logits_CV: Tensor, kept_D: Tensor | None, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `TeacherRows` from the head's products [C, V]; `kept_D` None: the whole vocabulary."""
+    logits = _scaled(logits_CV, scale, softcap)
+    kept = logits if kept_D is None else logits[:, kept_D]  # [C, D]
+    whole = kept.logsumexp(-1)
+    coverage = torch.ones_like(whole) if kept_D is None else (whole - logits.logsumexp(-1)).exp()
+    log_p = kept - whole[:, None]
+    p = log_p.exp()
+    return logits.argmax(-1), p, coverage, -(p * log_p).sum(-1)
 
 
 def pack_top(ids_TK: Tensor, logprobs_TK: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class TrainedRows:
     def of(cls, batch: Batch) -> TrainedRows:
         height, length = batch.document.shape
         mask = batch.rows.flatten(1, 2)
-        active = mask.any(0).nonzero().flatten()
+        active = mask.any(0).nonzero()[:, 0]
         if len(active) == 0:
             active = torch.zeros(1, dtype=torch.int64, device=mask.device)
         place = torch.zeros(height * length, dtype=torch.int64, device=mask.device)

@@ -31,8 +31,16 @@ from eagle3_data.server.process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"width": 64, "vocab": 512, "draft_vocab": 256, "inner": 128, "heads": 4, "tokens": 256},
-    "2k": {"width": 2048, "vocab": 32768, "draft_vocab": 16384, "inner": 5632, "heads": 16, "tokens": 4096},
+    "tiny": {"width": 64, "vocab": 512, "draft_vocab": 256, "inner": 128, "heads": 4, "kv_heads": 2, "tokens": 256},
+    "2k": {
+        "width": 2048,
+        "vocab": 32768,
+        "draft_vocab": 16384,
+        "inner": 5632,
+        "heads": 16,
+        "kv_heads": 8,
+        "tokens": 4096,
+    },
 }
 SAMPLES, BATCHES, SCALE = 48, 4, 0.02
 WAYS = {"one": 1, "ddp2": 2, "fsdp2": 2, "resume": 1}
@@ -59,7 +67,7 @@ def load_builds() -> Any:
     return module
 
 
-def make_data(folder: Path, shape: dict[str, int]) -> None:
+def make_data(folder: Path, shape: dict[str, int], lengths: list[int]) -> None:
     """A target of two tensors and a build of its states: x_{t+1} = follow[x_t] in nine of ten places."""
     import torch
     from safetensors.torch import save_file
@@ -67,7 +75,7 @@ def make_data(folder: Path, shape: dict[str, int]) -> None:
     from eagle3_data.capture import CaptureSpec
 
     builds = load_builds()
-    width, vocab, longest = shape["width"], shape["vocab"], shape["tokens"] // 4
+    width, vocab = shape["width"], shape["vocab"]
     generator = torch.Generator().manual_seed(0)
     embed, head = (torch.randn(vocab, width, generator=generator) for _ in range(2))  # rows of unit variance
     used = torch.randperm(vocab, generator=generator)[: shape["draft_vocab"] // 2]
@@ -75,7 +83,7 @@ def make_data(folder: Path, shape: dict[str, int]) -> None:
     target = folder / "target"
     target.mkdir(parents=True)
     config = {"architectures": ["LlamaForCausalLM"], "hidden_size": width, "num_hidden_layers": 8}
-    config |= {"num_attention_heads": shape["heads"], "num_key_value_heads": shape["heads"] // 2}
+    config |= {"num_attention_heads": shape["heads"], "num_key_value_heads": shape["kv_heads"]}
     config |= {"vocab_size": vocab, "intermediate_size": shape["inner"], "max_position_embeddings": 8192}
     (target / "config.json").write_text(json.dumps(config))
     tensors = {"model.embed_tokens.weight": (embed * SCALE).bfloat16(), "lm_head.weight": (head * SCALE).bfloat16()}
@@ -95,7 +103,6 @@ def make_data(folder: Path, shape: dict[str, int]) -> None:
             self.mask = torch.ones(tokens, dtype=torch.uint8)
             self.mask[: tokens // 4] = 0
 
-    lengths = [longest - longest // 16 * (i % 11) for i in range(SAMPLES)]
     spec = CaptureSpec(model=str(target), layers=(1, 4, 6), width=width, vocab_size=vocab)
     builds.make_build(folder / "data", lengths, per_shard=8, spec=spec, dump=Chain)
 
@@ -265,7 +272,8 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     results = Results(args.out, "ranks", chosen | {"shapes": SHAPES}, args.device)
     began = time.monotonic()
     for options in (small, real):
-        make_data(options.folder, SHAPES[options.shape])
+        longest = SHAPES[options.shape]["tokens"] // 4
+        make_data(options.folder, SHAPES[options.shape], [longest - longest // 16 * (i % 11) for i in range(SAMPLES)])
     print(f"data after {time.monotonic() - began:.0f} s", flush=True)
     kept: dict[tuple[str, str], dict[str, Any]] = {}
 

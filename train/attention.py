@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from eagle3_data.train.fused import fused
+
 QUERY_BLOCK = 256
 FLEX_BLOCK = 128
 KEEP_SCORES = 4 << 20
@@ -126,7 +128,8 @@ class FlexAttention:
     ) -> None:
         self.document, self.window, self.compiled = document_N, window, compiled
         self.rows = len(active_R)
-        self.padded = -(-self.rows // FLEX_BLOCK) * FLEX_BLOCK
+        # always some padding: what comes back then has the same form for all batches, and is compiled for once
+        self.padded = (self.rows // FLEX_BLOCK + 1) * FLEX_BLOCK
         self.active = torch.nn.functional.pad(active_R, (0, self.padded - self.rows))
         self._masks: dict[int, Any] = {}
 
@@ -187,22 +190,19 @@ class TttCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def attend(
-        self, q_HRD: Tensor, k_KMD: Tensor, v_KMD: Tensor, step_zero: StepZeroAttention
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Add this step's keys and values (M = N rows at step 0, R later). Returns what `mix` takes: attention over the
-        keys of step 0 with its log-sum of exponentials, and keys and values of the later steps; None at step 0.
-        """
+    def attend(self, q_HRD: Tensor, k_KMD: Tensor, v_KMD: Tensor, step_zero: StepZeroAttention) -> Tensor:
+        """Add this step's keys and values (M = N rows at step 0, R later); returns [H, R, D] in the queries' dtype."""
         self.keys.append(k_KMD)
         self.values.append(v_KMD)
         out, lse = step_zero(q_HRD, self.keys[0], self.values[0], len(self.keys) - 1)
         if len(self.keys) == 1:
-            return out, lse, None, None
-        return out, lse, torch.stack(self.keys[1:]), torch.stack(self.values[1:])
+            return out.contiguous()
+        return _with_own(q_HRD, out, lse, torch.stack(self.keys[1:]), torch.stack(self.values[1:]))
 
 
-def mix(q_HRD: Tensor, out_HRD: Tensor, lse_HR: Tensor, keys_JKRD: Tensor, values_JKRD: Tensor) -> Tensor:
-    """Attention over the keys of step 0 and the row's own key of each later step: [H, R, D] in the queries' dtype."""
+@fused
+def _with_own(q_HRD: Tensor, out_HRD: Tensor, lse_HR: Tensor, keys_JKRD: Tensor, values_JKRD: Tensor) -> Tensor:
+    """Attention over the keys of step 0, of which `out` and `lse` are known, and each row's own J later keys."""
     (heads, rows, width), kv_heads = q_HRD.shape, keys_JKRD.shape[1]
     grouped = (kv_heads, heads // kv_heads, rows)
     q = q_HRD.float().view(*grouped, width)  # [K, G, R, D]

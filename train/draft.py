@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from eagle3_data.train.attention import StepZeroAttention, TttCache, mix
+from eagle3_data.train.attention import StepZeroAttention, TttCache
 from eagle3_data.train.fused import fused
 from eagle3_data.train.rope import cos_sin, inverse_frequencies, rotate
 from eagle3_data.train.spec import DraftSpec
@@ -48,15 +48,10 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * spec.hidden_size, spec.num_key_value_heads * self.width, bias=False)
         self.o_proj = nn.Linear(spec.num_attention_heads * self.width, spec.hidden_size, bias=False)
 
-    def project(
-        self, both_ME: Tensor, cos: Tensor, sin: Tensor, active_R: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [heads, R, D] of the active rows (None: all), keys and values [kv_heads, M, D] of all."""
-        k = rotate(self._heads(self.k_proj(both_ME)), cos, sin)
-        v = self._heads(self.v_proj(both_ME))
-        if active_R is not None:
-            both_ME, cos, sin = both_ME[active_R], cos[active_R], sin[active_R]
-        return rotate(self._heads(self.q_proj(both_ME)), cos, sin), k, v
+    def project(self, both_ME: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [heads, M, D], keys and values [kv_heads, M, D]."""
+        q, k = (rotate(self._heads(proj(both_ME)), cos, sin) for proj in (self.q_proj, self.k_proj))
+        return q, k, self._heads(self.v_proj(both_ME))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], -1, self.width).transpose(0, 1)
@@ -85,12 +80,10 @@ class MidLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = SwiGLU(spec)
 
-    def before(
-        self, embeds_MH: Tensor, hidden_MH: Tensor, cos: Tensor, sin: Tensor, active_R: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, embeds_MH: Tensor, hidden_MH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of `Attention.project`."""
         both = torch.cat([self.input_layernorm(embeds_MH), self.hidden_norm(hidden_MH)], dim=-1)  # [M, 2H]
-        return self.self_attn.project(both, cos, sin, active_R)
+        return self.self_attn.project(both, cos, sin)
 
     def after(self, mixed_HRD: Tensor, hidden_RH: Tensor) -> Tensor:
         """The layer's output [R, H] from the attention's and the rows' hidden states."""
@@ -159,9 +152,11 @@ class Eagle3Draft(nn.Module):
 
         `active_R` picks the rows to go on with; the others only lend their keys and values. None: all rows.
         """
-        q, k, v = _before_attention(tokens_M, hidden_MH, positions_M, active_R, self)
-        hidden = hidden_MH if active_R is None else hidden_MH[active_R]
-        state, normed = _after_attention(q, *cache.attend(q, k, v, step_zero), hidden, self)
+        q, k, v = _before_attention(tokens_M, hidden_MH, positions_M, self)
+        hidden = hidden_MH
+        if active_R is not None:
+            q, hidden = q[:, active_R], hidden[active_R]
+        state, normed = _after_attention(cache.attend(q, k, v, step_zero), hidden, self)
         return normed, normed if self.spec.norm_output else state
 
 
@@ -178,26 +173,15 @@ def _project(aux_NA: Tensor, draft: Eagle3Draft) -> Tensor:
 
 @fused
 def _before_attention(
-    tokens_M: Tensor, hidden_MH: Tensor, positions_M: Tensor, active_R: Tensor | None, draft: Eagle3Draft
+    tokens_M: Tensor, hidden_MH: Tensor, positions_M: Tensor, draft: Eagle3Draft
 ) -> tuple[Tensor, Tensor, Tensor]:
     embeds = nn.functional.embedding(tokens_M, draft.embed_tokens).to(hidden_MH.dtype)  # [M, H]
     cos, sin = cos_sin(positions_M, draft.frequencies, draft.magnitude)  # [M, D/2] each
-    return draft.midlayer.before(embeds, hidden_MH, cos, sin, active_R)
+    return draft.midlayer.before(embeds, hidden_MH, cos, sin)
 
 
 @fused
-def _after_attention(
-    q_HRD: Tensor,
-    out_HRD: Tensor,
-    lse_HR: Tensor,
-    keys_JKRD: Tensor | None,
-    values_JKRD: Tensor | None,
-    hidden_RH: Tensor,
-    draft: Eagle3Draft,
-) -> tuple[Tensor, Tensor]:
+def _after_attention(mixed_HRD: Tensor, hidden_RH: Tensor, draft: Eagle3Draft) -> tuple[Tensor, Tensor]:
     """(state, normed state), both [R, H]."""
-    mixed = out_HRD
-    if keys_JKRD is not None and values_JKRD is not None:
-        mixed = mix(q_HRD, out_HRD, lse_HR, keys_JKRD, values_JKRD)
-    state = draft.midlayer.after(mixed, hidden_RH)
+    state = draft.midlayer.after(mixed_HRD, hidden_RH)
     return state, draft.norm(state)

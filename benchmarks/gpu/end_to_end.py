@@ -1,7 +1,7 @@
 """From questions to a faster server with SmolLM2-135M-Instruct's real weights: answer, build, train, evaluate.
 
     python benchmarks/gpu/end_to_end.py --out RESULT.json --work FOLDER --prompts prompts.jsonl     under ten minutes
-    ... --device cpu --answers 8 --answer-tokens 24 --in-flight 8 --minutes 0.3 --heldout 2 --evaluate-at 2  to try it
+    ... --device cpu --answers 8 --answer-tokens 24 --in-flight 8 --steps 8 --heldout 2 --evaluate-at 2  to try it
 
 Every stage leaves its result in FOLDER and is skipped when that is there. See `study.py` for what is held out and
 counted; `rival.py` and `encodings.py` go on from the same FOLDER.
@@ -22,7 +22,7 @@ from eagle3_data.builders.synth import SynthSpec, synthesise
 
 
 def answer(study: Study) -> dict[str, Any]:
-    """The target's own answers: the first greedy, further ones sampled."""
+    """The target's own answers: the first greedy, further ones sampled. Then the held-out questions without a draft."""
     options = study.options
     questions = study.work / "train.jsonl"
     questions.write_text("".join(json.dumps(row) + "\n" for row in study.train_rows[: options.answers]))
@@ -36,47 +36,59 @@ def answer(study: Study) -> dict[str, Any]:
                 questions, study.model, spec, [server.url], out, in_flight=options.in_flight
             ).output_tokens
         seconds = time.monotonic() - began
+        study.measure_plain(server.url)
     questions_asked = min(options.answers, len(study.train_rows))
     return {"questions": questions_asked, "tokens": tokens, "tokens_per_s": tokens / seconds}
 
 
-def capture(study: Study) -> dict[str, Any]:
+ENCODINGS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"encoding": "fp8"},
+    "topk64": {"last": "topk:64"},
+    "fp8-topk64": {"encoding": "fp8", "last": "topk:64"},
+}
+
+
+def capture(study: Study, names: list[str]) -> dict[str, Any]:
+    """One build in each encoding, `data.NAME`, out of the same server."""
+    found: dict[str, Any] = {}
     with study.capturing() as server:
-        config = BuildConfig(
-            out=study.work / "data",
-            inputs=tuple(str(path) for path in sorted(study.work.glob("answers.[0-9].jsonl"))),
-            model=str(study.model),
-            servers=(server.url,),
-            flow=FlowConfig(max_inflight=study.options.in_flight),
-        )
-        report = build(config, on_tick=lambda _tick: None, on_text=print)
-    return {
-        "saved": report.saved,
-        "failed": report.failed,
-        "tokens": report.tokens,
-        "bytes": report.nbytes,
-        "tokens_per_s": report.tokens_per_s,
-    }
+        for name in names:
+            config = BuildConfig(
+                out=study.work / f"data.{name}",
+                inputs=tuple(str(path) for path in sorted(study.work.glob("answers.[0-9].jsonl"))),
+                model=str(study.model),
+                servers=(server.url,),
+                flow=FlowConfig(max_inflight=study.options.in_flight),
+                head_device="cpu" if study.host.cpu else "cuda",
+                **ENCODINGS[name],
+            )
+            report = build(config, on_tick=lambda _tick: None, on_text=print)
+            found[name] = {
+                "saved": report.saved,
+                "failed": report.failed,
+                "tokens": report.tokens,
+                "tokens_per_s": report.tokens_per_s,
+                "bytes_per_token": report.nbytes / max(report.tokens, 1),
+            }
+    return found
 
 
 def evaluate(study: Study) -> dict[str, Any]:
-    """Without a draft, with a chain of draft tokens, with a tree."""
-    plain = study.plain()
-    draft = study.work / "run" / "draft"
-    return {
-        "chain": study.evaluate(draft, "chain", plain),
-        "tree": study.evaluate(draft, "tree", plain, tree=True),
-    }
+    """With a chain of draft tokens, with a tree."""
+    draft = study.work / "run.bf16" / "draft"
+    return {"chain": study.evaluate(draft, "chain"), "tree": study.evaluate(draft, "tree", tree=True)}
 
 
 def main() -> None:
     parser = study_parser(__doc__)
     parser.add_argument("--answers", type=int, default=8000, help="questions answered for training")
     parser.add_argument("--samples", type=int, default=2, help="answers per question")
+    parser.add_argument("--encodings", default="bf16,fp8,topk64", help="that are built; `encodings.py` trains on them")
     study = Study(parser.parse_args(), "end_to_end")
     study.stage("answer", lambda: answer(study))
-    study.stage("build", lambda: capture(study))
-    study.stage("train", lambda: study.train(study.work / "data", "run"))
+    study.stage("build", lambda: capture(study, study.options.encodings.split(",")))
+    study.stage("train", lambda: study.train(study.work / "data.bf16", "run.bf16"))
     study.stage("evaluate", lambda: evaluate(study))
 
 

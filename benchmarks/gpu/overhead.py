@@ -1,7 +1,7 @@
 """What capture costs: the same load on a plain server, on a capturing one, and through the whole build.
 
     python benchmarks/gpu/overhead.py --out RESULT.json                       about nine minutes on one GPU
-    ... --device cpu --shape tiny --tokens 64 --in-flight 1,4 --budget 1000   to try it
+    ... --device cpu --shape tiny --cases 64x4,64x1 --budget 1000   to try it
 
 Both servers stay up and take turns, `--repeats` times, so a drifting machine favours neither. A case's figure is the
 median; the ratios are those of one round. `--soak N` sends N short prompts first and compares the capturing server's
@@ -48,13 +48,12 @@ class Bench:
         return time.monotonic() > self.ends
 
     def cases(self) -> list[Case]:
-        """Most in flight first: should time run out, the figures that matter most are there."""
+        """In the order given: should time run out, the first ones are there."""
         found: list[Case] = []
-        for in_flight in sorted(self.options.in_flight, reverse=True):
-            for tokens in self.options.tokens:
-                budget = self.options.budget if in_flight > 1 else self.options.budget // 2
-                found.append(Case(tokens, in_flight, max(budget // tokens, in_flight)))
-        return sorted(found, key=lambda case: case.requests * case.tokens > 2 * self.options.budget)  # the longest last
+        for tokens, in_flight in self.options.cases:
+            budget = self.options.budget if in_flight > 1 else self.options.budget // 2
+            found.append(Case(tokens, in_flight, max(budget // tokens, in_flight)))
+        return found
 
     def load(self, mode: str, server: ServerProcess, case: Case, spool: Path | None, repeat: int) -> None:
         self.runs += 1
@@ -96,8 +95,12 @@ class Bench:
         )
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+CASES = "2353x64,256x64,2353x16,256x16,8192x16,2353x1,256x1,8192x1,8192x64"
+
+
+def pairs(text: str) -> list[tuple[int, int]]:
+    """'2353x64,256x1' -> [(2353, 64), (256, 1)]"""
+    return [(int(tokens), int(in_flight)) for tokens, _, in_flight in (one.partition("x") for one in text.split(","))]
 
 
 def main() -> None:
@@ -105,11 +108,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--shape", default="llama_8b")
-    parser.add_argument("--tokens", type=numbers, default=[2353, 8192, 256])
-    parser.add_argument("--in-flight", type=numbers, default=[1, 16, 64])
+    parser.add_argument(
+        "--cases", type=pairs, default=pairs(CASES), help="prompt tokens x in flight; the first is built"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--budget", type=int, default=160_000, help="prompt tokens of one pass")
-    parser.add_argument("--build-factor", type=int, default=5, help="a build has this many times a pass's prompts")
+    parser.add_argument("--build-factor", type=int, default=5, help="a build has so many passes' prompts; 0: none")
     parser.add_argument("--minutes", type=float, default=8.5, help="no new pass is begun after this long")
     parser.add_argument("--kv-tokens", type=int, default=200_000, help="of each server: two share the GPU")
     parser.add_argument("--soak", type=int, default=0, help="short prompts for the memory check")
@@ -136,7 +140,7 @@ def measure(
 ) -> None:
     options = bench.options
     bench.results.add(mode="start", plain_mib=server_memory_mib(plain), capture_mib=server_memory_mib(ours))
-    for tokens in options.tokens:
+    for tokens in dict.fromkeys(tokens for tokens, _ in options.cases):
         warm = Case(tokens, 8, 8)
         bench.load("plain", plain, warm, None, -1)
         bench.load("dump", ours, warm, spool, -1)
@@ -152,7 +156,7 @@ def measure(
                 return
             bench.load("plain", plain, case, None, repeat)
             bench.load("dump", ours, case, spool, repeat)
-            if case.in_flight == max(options.in_flight) and case.tokens == options.tokens[0]:
+            if options.build_factor and (case.tokens, case.in_flight) == options.cases[0]:
                 for mode, folder in builds.items():
                     bench.build(mode, ours, model, case, folder, repeat)
     bench.results.add(mode="end", plain_mib=server_memory_mib(plain), capture_mib=server_memory_mib(ours))

@@ -47,7 +47,7 @@ class MemoryWatch(threading.Thread):
 
 
 def features(study: Study) -> dict[str, Any]:
-    data = ShardSet.open(study.work / "data")
+    data = ShardSet.open(study.work / "data.bf16")
     export_specforge(data, study.work / "specforge" / "features", on_sample=lambda _done, _total: None)
     return {"samples": len(data)}
 
@@ -60,11 +60,11 @@ def our_run(study: Study) -> dict[str, Any]:
 def prepare(study: Study, steps: int) -> tuple[Path, int, float]:
     """Config file, samples a step, and mean tokens of a sample (cut to what both train on)."""
     folder, options = study.work / "specforge", study.options
-    data = ShardSet.open(study.work / "data")
+    data = ShardSet.open(study.work / "data.bf16")
     lengths = [min(len(data.read(i, (IDS,))[IDS]), 1024) for i in range(0, len(data), max(1, len(data) // 500))]
     mean = sum(lengths) / len(lengths)
     batch = max(1, round(options.batch_tokens / mean))
-    draft = study.work / "run" / "draft"
+    draft = study.work / "run.bf16" / "draft"
     ours = json.loads((draft / "config.json").read_text())
     config = {key: value for key, value in ours.items() if key not in ("eagle_config", "fc_norm", "norm_output")}
     config |= {"architectures": ["LlamaForCausalLMEagle3"], "pad_token_id": ours.get("pad_token_id") or 0}
@@ -123,7 +123,7 @@ def vocabulary_map(draft: Path, vocab: int) -> dict[str, torch.Tensor]:
 
 def train(study: Study) -> dict[str, Any]:
     options, folder = study.options, study.work / "specforge"
-    steps = options.steps or int(our_run(study)["steps"])
+    steps = int(our_run(study)["steps"])
     config, batch, mean = prepare(study, steps)
     command = [sys.executable, "-m", "specforge.cli", "train", "--config", str(config)]
     began = time.monotonic()
@@ -163,16 +163,12 @@ def evaluate(study: Study) -> dict[str, Any]:
     ran = subprocess.run([*command, "--vocab-mapping", str(folder / "vocabulary.pt")], capture_output=True, text=True)
     if ran.returncode:
         raise SystemExit(f"SpecForge's export failed:\n{ran.stderr[-2000:]}")
-    return {
-        "specforge": study.evaluate(folder / "draft", "specforge"),
-        "ours": study.evaluate(study.work / "run" / "draft", "ours"),
-    }
+    return {"specforge": study.evaluate(folder / "draft", "specforge")}
 
 
 def main() -> None:
     parser: argparse.ArgumentParser = study_parser(__doc__)
     parser.add_argument("--ours", default="end_to_end.json", help="our run's results, beside --out")
-    parser.add_argument("--steps", type=int, help="instead of our run's")
     parser.add_argument("--limit", type=float, default=7.0, help="minutes after which SpecForge is stopped")
     study = Study(parser.parse_args(), "rival")
     (study.work / "specforge").mkdir(exist_ok=True)

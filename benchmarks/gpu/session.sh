@@ -2,20 +2,20 @@
 # Every GPU benchmark once, on a host with two GPUs:  bash benchmarks/gpu/session.sh CARRIED RESULTS PROMPTS  (35 minutes)
 # or some:  ONLY="parallel end_to_end rival" bash ...  No two share a GPU: SGLang refuses what it finds half occupied.
 # Starts what needs no weights at once and waits for the model's parts, which later calls of setup.sh may bring.
-# Started with setsid it outlives the call; a file RESULTS/NAME.log tells how each is doing, RESULTS/over that all ended.
+# Started with setsid it outlives the call. RESULTS/NAME.log tells how each is doing, RESULTS/over.log which have ended,
+# RESULTS/over that all have. OVERHEAD: other arguments for overhead.py.
 cd "$(dirname "$0")/../.." || exit 1
 . benchmarks/gpu/setup.sh "$1"
-results=$2 prompts=$3 work=$E3D_HOME/study
+results=$2 prompts=$3 work=/dev/shm/eagle3-study
 mkdir -p "$results"
 mount -o remount,size=75% /dev/shm
 
-measure() { # GPUS NAME [argument ...]
-    local gpus=$1 name=$2 began=$SECONDS
+measure() { # GPUS NAME[:PART] [argument ...]: results in NAME.PART.json
+    local gpus=$1 name=${2%:*} out=$results/${2/:/.} began=$SECONDS
     shift 2
     [[ " ${ONLY:-$name} " == *" $name "* ]] || return 0
-    CUDA_VISIBLE_DEVICES=$gpus timeout 900 python3 "benchmarks/gpu/$name.py" --out "$results/$name.json" "$@" \
-        > "$results/$name.log" 2>&1
-    echo "$name: exit code $? after $((SECONDS - began)) s" | tee -a "$results/$name.log"
+    CUDA_VISIBLE_DEVICES=$gpus timeout 900 python3 "benchmarks/gpu/$name.py" --out "$out.json" "$@" > "$out.log" 2>&1
+    echo "$(basename "$out"): exit code $? after $((SECONDS - began)) s, at $SECONDS s" | tee -a "$results/over.log"
 }
 
 study() { measure "$1" "$2" --work "$work" --prompts "$prompts" "${@:3}"; }
@@ -23,17 +23,18 @@ study() { measure "$1" "$2" --work "$work" --prompts "$prompts" "${@:3}"; }
 trained() { until [ -e "$work/end_to_end.train.done" ]; do sleep 1; done; }
 
 measure 0,1 parallel
-measure 0,1 ranks
 (
-    measure 0 overhead --soak 10000 --minutes 7
+    measure 0 overhead --minutes 7 ${OVERHEAD:---soak 10000}
     trained && study 0 rival
+    study 0 encodings:topk64 --encodings topk64
 ) &
 (
     measure 1 architectures
     until [ -e "$E3D_HOME/model/.ready" ]; do sleep 1; done
     study 1 end_to_end
-    study 1 encodings
+    study 1 encodings:fp8 --encodings fp8
     measure 1 fidelity --prompts "$prompts"
 ) &
 wait
+measure 0,1 ranks
 touch "$results/over"

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -57,7 +58,7 @@ def study_parser(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--in-flight", type=int, default=256, help="while answering and capturing")
     parser.add_argument("--answer-tokens", type=int, default=256)
-    parser.add_argument("--minutes", type=float, default=2.0, help="of training")
+    parser.add_argument("--steps", type=int, default=800, help="of training, SpecForge's too")
     parser.add_argument("--ttt-steps", type=int, default=7)
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -98,10 +99,12 @@ class Study:
 
     def serve(self, name: str, *, draft: Path | None = None, tree: bool = False) -> Any:
         """A server that decodes: graphs on where there is a GPU."""
+        most = max(self.options.evaluate_at) if draft is not None else self.options.in_flight
+        graphs = () if self.host.cpu else ("--cuda-graph-max-bs-decode", str(most))
         config = self.host.config(
             self.model,
             spool=None,
-            more=TREE if tree else (),
+            more=(*graphs, *TREE) if tree else graphs,
             draft=str(draft) if draft is not None else None,
             speculative_steps=DRAFT_TOKENS,
         )
@@ -111,7 +114,7 @@ class Study:
         spool = self.options.memory / f"eagle3-{self.work.name}-{self.benchmark}"
         return self.host.serving(self.host.config(self.model, spool=spool), f"{self.benchmark}.capture")
 
-    def train(self, data: Path, name: str, *, max_steps: int | None = None, **optim: Any) -> dict[str, Any]:
+    def train(self, data: Path, name: str) -> dict[str, Any]:
         """Train on `data` into `work/name`, export to `work/name/draft`."""
         import torch
 
@@ -121,7 +124,6 @@ class Study:
         from eagle3_data.train.trainer import Trainer
 
         options, folder = self.options, self.work / name
-        limit = {"max_steps": max_steps} if max_steps else {"max_minutes": options.minutes}
         values = {
             "data": {"folder": str(data), "max_sample_tokens": 1024, "holdout_max_samples": 128},
             "target": {"model": str(self.model)},
@@ -129,7 +131,7 @@ class Study:
             "ttt": {"steps": options.ttt_steps},
             "batch": {"micro_batch_tokens": options.batch_tokens, "batches_per_step": 1, "packing": True}
             | {"pad_multiple": 128},
-            "optim": {"lr": options.lr, "epochs": 100, "warmup_share": 0.05, **limit, **optim},
+            "optim": {"lr": options.lr, "epochs": 100, "warmup_share": 0.05} | {"max_steps": options.steps},
             "run": {"output": str(folder), "precision": "fp32" if self.host.cpu else "bf16"}
             | {"eval_every_steps": 2000, "checkpoint_every_steps": 2000, "log_every_s": 5.0, "trackers": []},
         }
@@ -188,21 +190,20 @@ class Study:
         path.write_text("".join(json.dumps(row) + "\n" for row in self.heldout_rows[: self.options.heldout]))
         return read_prompts(path, str(self.model), trust_remote_code=False, limit=None)
 
-    def plain(self) -> dict[int, Measured]:
+    def measure_plain(self, url: str) -> None:
+        """Held-out questions in a server without a draft; kept for `evaluate`."""
         prompts = self.heldout()
-        with self.serve("plain") as server:
-            return {n: self._measure(server.url, prompts, n, draft=False) for n in self.options.evaluate_at}
+        plain = {n: self._measure(url, prompts, n, draft=False) for n in self.options.evaluate_at}
+        (self.work / "plain.pickle").write_bytes(pickle.dumps(plain))
 
-    def evaluate(
-        self, draft: Path, name: str, plain: dict[int, Measured] | None = None, *, tree: bool = False
-    ) -> dict[str, Any]:
+    def evaluate(self, draft: Path, name: str, *, tree: bool = False) -> dict[str, Any]:
         """Held-out questions in the real server at each number in flight; greedy."""
         prompts, found = self.heldout(), {}
+        plain: dict[int, Measured] = pickle.loads((self.work / "plain.pickle").read_bytes())
         with self.serve(name, draft=draft, tree=tree) as server:
             for n in self.options.evaluate_at:
                 measured = self._measure(server.url, prompts, n, draft=True)
-                base = plain[n] if plain else None
-                report = make_report(measured, base, self._config(n), draft=name).to_dict()
+                report = make_report(measured, plain[n], self._config(n), draft=name).to_dict()
                 found[f"in_flight_{n}"] = {
                     "prompts": len(measured.answers),
                     "acceptance_length": report["overall"]["acceptance_length"],

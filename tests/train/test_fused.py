@@ -42,8 +42,7 @@ def run(train: bool, numbers: tuple[int, ...]) -> list[Tensor]:
 def test_compiled_functions_give_the_same_and_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     modes = (True, False)
     found = [run(train, (0, 1)) for train in modes]
-    with monkeypatch.context() as patch:
-        patch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
         found += [run(train, (2, 3, 4, 5)) for train in modes]
     monkeypatch.setattr(fused, "DEVICES", set())
     wanted = [run(train, (0, 1)) for train in modes] + [run(train, (2, 3, 4, 5)) for train in modes]

@@ -57,9 +57,11 @@ def test_the_command_loads_nothing_heavy(tmp_path: Path) -> None:
     Journal(tmp_path).close()
     journal_path(tmp_path).write_text(tick(7, 100.0).to_line())
     code = (
-        "import sys; from eagle3_data.cli import make_app; make_app('status')\n"
-        "from eagle3_data.status import read_status; from pathlib import Path; read_status(Path(sys.argv[1]))\n"
-        "print(sorted({'pydantic', 'torch', 'numpy', 'pyarrow', 'datasets'} & set(sys.modules)))"
+        "import sys; from eagle3_data.cli import main\n"
+        "sys.argv = ['eagle3-data', 'status', sys.argv[1]]\n"
+        "try: main()\n"
+        "finally: print(sorted({'pydantic', 'torch', 'numpy', 'pyarrow', 'datasets'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert "7 of" in done.stdout, done.stderr
+    assert done.stdout.strip().endswith("[]")

@@ -146,6 +146,8 @@ class Trainer:
             alignment=self.alignment,
             reader_threads=config.batch.reader_threads,
         )
+        if device.type == "cuda":
+            self._say("compiling for this GPU: the first step takes a minute or two; a later run finds torch's cache")
         self.data.expect(self._reading_order())
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         steps = self.plan.steps(state.cursor, rank=rank, world=world, epochs=config.optim.epochs)

@@ -74,22 +74,18 @@ def capture(study: Study, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def evaluate(study: Study) -> dict[str, Any]:
-    """With a chain of draft tokens, with a tree."""
-    draft = study.work / "run.bf16" / "draft"
-    return {"chain": study.evaluate(draft, "chain"), "tree": study.evaluate(draft, "tree", tree=True)}
-
-
 def main() -> None:
     parser = study_parser(__doc__)
     parser.add_argument("--answers", type=int, default=8000, help="questions answered for training")
-    parser.add_argument("--samples", type=int, default=2, help="answers per question")
+    parser.add_argument("--samples", type=int, default=1, help="answers per question")
     parser.add_argument("--encodings", default="bf16,fp8,topk64", help="that are built; `encodings.py` trains on them")
     study = Study(parser.parse_args(), "end_to_end")
     study.stage("answer", lambda: answer(study))
     study.stage("build", lambda: capture(study, study.options.encodings.split(",")))
     study.stage("train", lambda: study.train(study.work / "data.bf16", "run.bf16"))
-    study.stage("evaluate", lambda: evaluate(study))
+    draft = study.work / "run.bf16" / "draft"
+    study.stage("evaluate chain", lambda: study.evaluate(draft, "chain"))
+    study.stage("evaluate tree", lambda: study.evaluate(draft, "tree", tree=True))
 
 
 if __name__ == "__main__":

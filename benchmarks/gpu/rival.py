@@ -163,7 +163,7 @@ def evaluate(study: Study) -> dict[str, Any]:
     ran = subprocess.run([*command, "--vocab-mapping", str(folder / "vocabulary.pt")], capture_output=True, text=True)
     if ran.returncode:
         raise SystemExit(f"SpecForge's export failed:\n{ran.stderr[-2000:]}")
-    return {"specforge": study.evaluate(folder / "draft", "specforge")}
+    return study.evaluate(folder / "draft", "specforge")
 
 
 def main() -> None:

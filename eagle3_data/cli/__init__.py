@@ -91,7 +91,14 @@ def main() -> None:
 
     command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), None)
     try:
-        make_app(command)()
+        match sys.argv[1:]:
+            case ["status", where] if not where.startswith("-"):
+                # asked again and again: typer alone would take half of the answer's time to read one argument
+                from eagle3_data.cli.status import status_command
+
+                status_command(where)
+            case _:
+                make_app(command)()
     except Eagle3Error as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -53,14 +53,14 @@ def test_only_the_tail_of_a_long_journal_is_read(tmp_path: Path, monkeypatch: py
 
 
 def test_the_command_loads_nothing_heavy(tmp_path: Path) -> None:
-    """Imports are most of what `status` takes: pydantic alone doubled it."""
+    """Imports are most of what `status` takes: typer and its pydantic doubled it."""
     Journal(tmp_path).close()
     journal_path(tmp_path).write_text(tick(7, 100.0).to_line())
     code = (
         "import sys; from eagle3_data.cli import main\n"
         "sys.argv = ['eagle3-data', 'status', sys.argv[1]]\n"
         "try: main()\n"
-        "finally: print(sorted({'pydantic', 'torch', 'numpy', 'pyarrow', 'datasets'} & set(sys.modules)))"
+        "finally: print(sorted({'typer', 'pydantic', 'torch', 'numpy', 'pyarrow', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert "7 of" in done.stdout, done.stderr

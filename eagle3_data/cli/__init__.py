@@ -94,9 +94,9 @@ def main() -> None:
         match sys.argv[1:]:
             case ["status", where] if not where.startswith("-"):
                 # asked again and again: typer alone would take half of the answer's time to read one argument
-                from eagle3_data.cli.status import status_command
+                from eagle3_data.cli.status_view import show_status
 
-                status_command(where)
+                show_status(where)
             case _:
                 make_app(command)()
     except Eagle3Error as error:

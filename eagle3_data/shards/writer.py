@@ -15,6 +15,7 @@ import errno
 import json
 import mmap
 import os
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,12 +39,12 @@ from eagle3_data.shards.layout import (
     member_header,
     state_ranges,
 )
-from eagle3_data.shards.moves import copy_range, move_left, write_at
+from eagle3_data.shards.moves import copy_range, digest_range, move_left, write_at
 
 if TYPE_CHECKING:
     from eagle3_data.head import TargetHead
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES, READ_BYTES = 1 << 20, 256 << 10
 """Copied, then read back while the caches still have it; more fell out of them, less is all system calls."""
 
 
@@ -110,6 +111,8 @@ class OpenShard:
         self.final.parent.mkdir(parents=True, exist_ok=True)
         self._restore()
         self._notes = durable.Lines(self._notes_path)
+        self._copying = threading.Lock()
+        """The kernel lets one thread at a time write to a file, and the others wait in a spin: they had better hash."""
         self._whole: tuple[ShardRow, list[IndexRow]] | None = None
         """What the seal found, once the gaps are closed."""
 
@@ -220,8 +223,7 @@ class OpenShard:
             self._unbroken(write_at, file.fileno(), bytes(END_BYTES), end)
             file.truncate(end + END_BYTES)
             self._unbroken(os.fsync, file.fileno())
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                digest = xxhash.xxh3_128_hexdigest(view)
+            digest = self._digest(file.fileno(), 0, end + END_BYTES)
         row = ShardRow(
             name=self.name,
             samples=len(rows),
@@ -305,47 +307,26 @@ class OpenShard:
 
     def _digest(self, fd: int, start: int, count: int) -> str:
         """XXH3-128 of a range of the file, hex."""
-        base = start - start % mmap.ALLOCATIONGRANULARITY
-        size = start - base + count
-        with mmap.mmap(fd, size, offset=base, access=mmap.ACCESS_READ) as view, memoryview(view) as whole:
-            return xxhash.xxh3_128_hexdigest(whole[start - base :])
+        digest = xxhash.xxh3_128()
+        digest_range(digest, fd, start, start + count, memoryview(bytearray(READ_BYTES)))
+        return digest.hexdigest()
 
     def _copy_states(self, source: int, states_at: int, target: int, place: Place, layout: BlockLayout) -> str:
-        """Move the states into their place and read them back there, piece by piece; the checksum of what arrived.
-
-        The file must reach beyond the states already.
-        """
-        start, digests = place.offset + layout.states, []
-        shift = start % mmap.ALLOCATIONGRANULARITY
-        size = shift + layout.state_bytes
-        with (
-            mmap.mmap(target, size, offset=start - shift, access=mmap.ACCESS_READ) as view,
-            memoryview(view) as whole,
-        ):
-            for low, high in state_ranges(self.spec, place.tokens):
-                digest = xxhash.xxh3_128()
-                for at in range(low, high, PIECE_BYTES):
-                    end = min(at + PIECE_BYTES, high)
+        """Move the states into their place and read them back there, piece by piece; the checksum of what arrived."""
+        start, digests, back = place.offset + layout.states, [], memoryview(bytearray(READ_BYTES))
+        for low, high in state_ranges(self.spec, place.tokens):
+            digest = xxhash.xxh3_128()
+            for at in range(low, high, PIECE_BYTES):
+                end = min(at + PIECE_BYTES, high)
+                with self._copying:
                     copy_range(source, states_at + at, target, start + at, end - at)
-                    with whole[shift + at : shift + end] as piece:
-                        digest.update(piece)
-                digests.append(digest.hexdigest())
+                digest_range(digest, target, start + at, start + end, back)
+            digests.append(digest.hexdigest())
         return ":".join(digests)
 
     def _checksum(self, fd: int, place: Place, layout: BlockLayout) -> str:
-        start = place.offset + layout.states
-        base = start - start % mmap.ALLOCATIONGRANULARITY
-        shift = start - base
-        with mmap.mmap(fd, shift + layout.state_bytes, offset=base, access=mmap.ACCESS_READ) as view:
-            whole = memoryview(view)
-            ranges = state_ranges(self.spec, place.tokens)
-            digests = []
-            for low, high in ranges:
-                part = whole[shift + low : shift + high]
-                digests.append(xxhash.xxh3_128_hexdigest(part))
-                part.release()
-            whole.release()
-        return ":".join(digests)
+        start, ranges = place.offset + layout.states, state_ranges(self.spec, place.tokens)
+        return ":".join(self._digest(fd, start + low, high - low) for low, high in ranges)
 
     def _restore(self) -> None:
         """Keep what an earlier run placed, sample by sample, where the bytes still are what was noted."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.shards import OpenShard, ShardSet, index
 from eagle3_data.shards.layout import block_layout, block_sizes
+from eagle3_data.shards.moves import digest_range
 from eagle3_data.shards.reader import parse_header
 from tests.builds import SPEC, FakeDump, make_build, places, put, raw
 
@@ -227,3 +229,15 @@ def test_an_index_that_is_consolidated_while_it_is_read(tmp_path: Path, monkeypa
     index.whole_path(tmp_path, "train").unlink()
     with pytest.raises(ShardCorrupt, match=r"train-000000\.tar is in the manifest and not in"):
         index.read_index(tmp_path, manifest)
+
+
+def test_a_digest_through_a_small_buffer_is_that_of_the_bytes_and_sees_an_early_end(tmp_path: Path) -> None:
+    path, data = tmp_path / "file", bytes(range(256)) * 41
+    path.write_bytes(data)
+    with path.open("rb") as file:
+        for start, end in ((0, len(data)), (5, 5), (17, 4099)):
+            digest = xxhash.xxh3_128()
+            digest_range(digest, file.fileno(), start, end, memoryview(bytearray(1000)))
+            assert digest.hexdigest() == xxhash.xxh3_128_hexdigest(data[start:end])
+        with pytest.raises(DumpCorrupt, match="3 bytes early"):
+            digest_range(xxhash.xxh3_128(), file.fileno(), 10, len(data) + 3, memoryview(bytearray(1000)))

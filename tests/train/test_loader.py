@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from eagle3_data.errors import ShardCorrupt
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.shards import ShardSet
 from eagle3_data.shards.remote import RemoteShardSet
+from eagle3_data.train import loader
 from eagle3_data.train.config import BatchConfig, DataConfig
 from eagle3_data.train.loader import BufferPool, Collator, HostBatch, LoadedStep, Prefetcher, Samples
 from eagle3_data.train.plan import Cursor, EpochPlan, split_samples
@@ -71,6 +73,27 @@ def test_contents_counts_and_bounded_memory(packing: bool) -> None:
     assert sorted(seen) == list(range(40))
     assert len(pointers) <= DEPTH + 1
     assert pool.nbytes == (DEPTH + 1) * plan.largest_batch() * 8 * 4 * 4  # 3 aux + last, 8 wide, float32
+
+
+def test_rows_of_a_whole_micro_batch_are_counted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one, sixty samples took longer than a GPU's whole step, with the interpreter's lock held."""
+    data = random_samples([9] * 12, width=8, vocab=96)
+    (first, *_) = make_plan(data, BatchConfig(micro_batch_tokens=108, pad_multiple=4, packing=True)).epoch(0)
+    collator = Collator(data, max_sample_tokens=64, steps=3, alignment="strict", reader_threads=1)
+    calls, made = 0, loader.row_masks
+
+    def counting(*args: Any, **named: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return made(*args, **named)
+
+    monkeypatch.setattr(loader, "row_masks", counting)
+    counts = collator.count_rows(first)
+    assert len(list(first.samples)) == 12
+    assert calls == 1
+    # an answer of 5 tokens from position 4 on: its rows at step i are those whose target lies in it
+    assert counts.tolist() == [12 * 4, 12 * 3, 12 * 2]
+    collator.close()
 
 
 def test_nothing_but_loss_masks_and_the_first_batches_is_read_before_the_first_step() -> None:

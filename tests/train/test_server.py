@@ -11,7 +11,7 @@ import pytest
 from eagle3_data.protocol import IDS
 from eagle3_data.train.config import DataConfig
 from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts
-from eagle3_data.train.evaluate import Answer, EvalConfig, EvalReport, Measured, evaluate_draft
+from eagle3_data.train.evaluate import EvalConfig, EvalReport, Measured, evaluate_draft, measure_plain
 from eagle3_data.train.export import export_draft
 from eagle3_data.train.plan import split_samples
 from eagle3_data.train.trainer import Trainer, TrainReport
@@ -29,7 +29,7 @@ PROMPTS = [[random.Random(seed).randrange(10, 700) for _ in range(20)] for seed 
 
 @dataclass(frozen=True)
 class Asked:
-    """Conversations, which of them are held out, and what is answered without a draft."""
+    """Conversations, which of them are held out, and what the server answers without a draft."""
 
     data: MemorySamples
     learnt: int
@@ -37,14 +37,8 @@ class Asked:
     heldout: list[int]
     prompts: list[EvalPrompt]
     """The learnt one's, then the held-out ones'."""
+    plain: Measured
     config: EvalConfig
-
-    @property
-    def plain(self) -> Measured:
-        """Greedy answers by transformers: in float32 the server's own, with a draft or without."""
-        samples = (self.learnt, *self.heldout)
-        answers = [self.data.samples[sample][IDS][-ANSWER:].tolist() for sample in samples]
-        return Measured([Answer(p, tuple(ids), 0, 0, ()) for p, ids in zip(self.prompts, answers, strict=True)], 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +49,10 @@ def asked(sharp_target: Path) -> Asked:
     prompts = [replace(prompt, category="learnt") for prompt in heldout_prompts(data, [learnt], limit=None)]
     prompts += [replace(prompt, category="new") for prompt in heldout_prompts(data, heldout, limit=None)]
     config = EvalConfig(target=str(sharp_target), max_new_tokens=ANSWER, device="cpu", dtype="float32")
-    return Asked(data, learnt, heldout, prompts, config)
+    plain = measure_plain(prompts, config)
+    for sample, answer in zip([learnt, *heldout], plain.answers, strict=True):
+        assert list(answer.output_ids) == data.samples[sample][IDS][-ANSWER:].tolist()  # recorded as it is served
+    return Asked(data, learnt, heldout, prompts, plain, config)
 
 
 def served(trained: TrainReport, out: Path, asked: Asked, *, draft_tokens: int) -> EvalReport:

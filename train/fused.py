@@ -42,9 +42,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
         if not isinstance(first, Tensor) or first.device.type not in DEVICES:
             return function(*args, **named)
         for arg, dims in zip(args, varying, strict=True):
-            if dims and isinstance(arg, Tensor):
-                for dim in dims:
-                    torch._dynamo.maybe_mark_dynamic(arg, dim)
+            for dim in dims if isinstance(arg, Tensor) else ():
+                torch._dynamo.maybe_mark_dynamic(arg, dim)
         return compiled(BACKEND)(*args, **named)
 
     return call

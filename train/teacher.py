@@ -48,12 +48,15 @@ class Teacher(nn.Module):
 
     def logits(self, last_CW: Tensor) -> Tensor:
         """float32 logits [C, V] of post-norm last states."""
-        return _scaled(last_CW.to(self.head.dtype) @ self.head.T, self.scale, self.softcap)
+        return _scaled(self._products(last_CW), self.scale, self.softcap)
+
+    def _products(self, last_CW: Tensor) -> Tensor:
+        return last_CW.to(self.head.dtype) @ self.head.T
 
     @torch.no_grad()
     def rows(self, last_CW: Tensor) -> TeacherRows:
         kept = self.kept if self.draft_vocab_size < self.vocab_size else None
-        return TeacherRows(*_distributions(last_CW.to(self.head.dtype) @ self.head.T, kept, self.scale, self.softcap))
+        return TeacherRows(*_distributions(self._products(last_CW), kept, self.scale, self.softcap))
 
     @torch.no_grad()
     def top1(self, last_NW: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -104,6 +105,13 @@ def group_memory_mib(group: int) -> int | None:
         with contextlib.suppress(ProcessLookupError, ValueError):
             total += int(used) if os.getpgid(int(pid)) == group else 0
     return total
+
+
+def steady_rate(run: Path) -> float:
+    """Tokens/s of a training run: the median of the second half of its log lines."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["train/tokens_per_s"] for line in lines if "train/tokens_per_s" in line]
+    return float(statistics.median_high(rates[len(rates) // 2 :])) if rates else 0.0
 
 
 def versions() -> dict[str, str]:

@@ -12,25 +12,22 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
-import json
 import pstats
 import random
 import shutil
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from host import Results
-from ranks import make_data
+from host import Results, steady_rate
+from ranks import SHAPES, make_data
 
 from eagle3_data.shards import ShardSet
 from eagle3_data.train.config import parse_config
 from eagle3_data.train.trainer import Trainer
 
 SMOLLM2 = {"width": 576, "vocab": 49152, "draft_vocab": 16384, "inner": 1536, "heads": 9, "kv_heads": 3}
-TINY = {"width": 64, "vocab": 512, "draft_vocab": 256, "inner": 128, "heads": 4, "kv_heads": 2}
 
 
 def main() -> None:
@@ -45,19 +42,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=40, help="of the profilers' tables")
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
+    shape = SMOLLM2 if gpu else SHAPES["tiny"]
     results = Results(options.out, "profile_training", {"steps": options.steps}, "cuda" if gpu else "cpu")
     if options.data is None:
         options.data, options.target = options.work / "made" / "data", options.work / "made" / "target"
         if not options.data.exists():
             lengths = random.Random(0)
-            shape = SMOLLM2 if gpu else TINY
             make_data(options.work / "made", shape, [lengths.randint(80, 460) for _ in range(options.samples)])
-    results.add(stage="warm", **train(options, gpu))
+    results.add(stage="warm", **train(options, shape, gpu))
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     calls = cProfile.Profile()
     with torch.profiler.profile(activities=activities if gpu else activities[:1]) as seen:
         calls.enable()
-        results.add(stage="profiled", **train(options, gpu))
+        results.add(stage="profiled", **train(options, shape, gpu))
         calls.disable()
     order = "self_cuda_time_total" if gpu else "self_cpu_time_total"
     print(seen.key_averages().table(sort_by=order, row_limit=options.rows, max_name_column_width=70))
@@ -66,13 +63,13 @@ def main() -> None:
     print(text.getvalue())
 
 
-def train(options: argparse.Namespace, gpu: bool) -> dict[str, Any]:
+def train(options: argparse.Namespace, shape: dict[str, int], gpu: bool) -> dict[str, Any]:
     folder = options.work / "profile"
     shutil.rmtree(folder, ignore_errors=True)
     values = {
         "data": {"folder": str(options.data), "max_sample_tokens": 1024, "holdout_max_samples": 32},
         "target": {"model": str(options.target)},
-        "draft": {"vocab_size": SMOLLM2["draft_vocab"] if gpu else TINY["draft_vocab"], "fc_norm": True},
+        "draft": {"vocab_size": shape["draft_vocab"], "fc_norm": True},
         "ttt": {"steps": 7},
         "batch": {"micro_batch_tokens": options.batch_tokens, "batches_per_step": 1, "packing": True}
         | {"pad_multiple": 128},
@@ -83,13 +80,10 @@ def train(options: argparse.Namespace, gpu: bool) -> dict[str, Any]:
     began = time.monotonic()
     report = Trainer(parse_config(values, source="profile"), shards).run()
     seconds = time.monotonic() - began
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rates = [line["train/tokens_per_s"] for line in lines if "train/tokens_per_s" in line]
     return {
         "steps": report.state.step,
         "seconds": seconds,
-        "tokens_per_s": statistics.median(rates[len(rates) // 2 :]),
-        "rates": [round(rate) for rate in rates],
+        "tokens_per_s": steady_rate(folder),
         "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0,
     }
 

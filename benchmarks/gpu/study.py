@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from host import Host, Results
+from host import Host, Results, steady_rate
 
 from eagle3_data.builders.smollm2 import make_checkpoint
 from eagle3_data.train.eval_prompts import EvalPrompt, read_prompts
@@ -58,7 +58,9 @@ def study_parser(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--in-flight", type=int, default=256, help="while answering and capturing")
     parser.add_argument("--answer-tokens", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=800, help="of training, SpecForge's too")
+    parser.add_argument(
+        "--steps", type=int, default=800, help="of our training; SpecForge takes as many as that run took"
+    )
     parser.add_argument("--ttt-steps", type=int, default=7)
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -131,7 +133,7 @@ class Study:
             "ttt": {"steps": options.ttt_steps},
             "batch": {"micro_batch_tokens": options.batch_tokens, "batches_per_step": 1, "packing": True}
             | {"pad_multiple": 128},
-            "optim": {"lr": options.lr, "epochs": 100, "warmup_share": 0.05} | {"max_steps": options.steps},
+            "optim": {"lr": options.lr, "epochs": 100, "warmup_share": 0.05, "max_steps": options.steps},
             "run": {"output": str(folder), "precision": "fp32" if self.host.cpu else "bf16"}
             | {"eval_every_steps": 2000, "checkpoint_every_steps": 2000, "log_every_s": 5.0, "trackers": []},
         }
@@ -149,10 +151,7 @@ class Study:
             target=str(self.model),
             draft_tokens=DRAFT_TOKENS,
         )
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        rates = [line["train/tokens_per_s"] for line in lines if "train/tokens_per_s" in line]
-        steady = sorted(rates[len(rates) // 2 :])
-        rate = steady[len(steady) // 2] if steady else 0.0
+        rate = steady_rate(folder)
         return {
             "steps": report.state.step,
             "tokens": report.state.tokens,

@@ -14,6 +14,7 @@ from tests.servers import KINDS, RunningServer, ServerPark
 SERVER_FIXTURES = {f"{kind}_server": place for place, kind in enumerate(KINDS)}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist writes the groups into the ids
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Server tests last, ordered by the server they need, and all in one worker."""
 
@@ -28,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("server"))
             if importlib.util.find_spec("sglang") is None:
                 item.add_marker(pytest.mark.skip(reason="SGLang is not installed (see docs/server.md)"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """pytest 9.2 takes no id from pytest-xdist 3.8: its groups are lost without a word, and each worker has servers."""
+    if getattr(session.config.option, "loadgroup", False):
+        marked = [item for item in session.items if item.get_closest_marker("xdist_group") is not None]
+        if any("@" not in item.nodeid for item in marked):
+            raise pytest.UsageError("pytest-xdist does not keep groups with this pytest: see requirements/tools.txt")
 
 
 @pytest.fixture(scope="session")

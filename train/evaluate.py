@@ -27,6 +27,7 @@ from eagle3_data.train.eval_prompts import EvalPrompt
 LOW_DIVERSITY = 0.5
 """An answer whose share of different 4-grams is below this repeats itself, which any draft predicts well."""
 NGRAM = 4
+WARM_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,8 +156,10 @@ async def measure(
     sampling = Sampling(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     gate, done = asyncio.Semaphore(config.concurrency), 0
     async with ServerClient(url, api_key=config.api_key) as client:
-        # the first request of a server compiles and allocates; it is not timed
-        await client.generate(prompts[0].input_ids, sampling=Sampling(max_new_tokens=2))
+        # a server's first batches compile and allocate; they are not timed
+        warm = Sampling(max_new_tokens=WARM_TOKENS, temperature=config.temperature)
+        some = prompts[: config.concurrency]
+        await asyncio.gather(*(client.generate(prompt.input_ids, sampling=warm) for prompt in some))
 
         async def ask(prompt: EvalPrompt) -> Answer:
             nonlocal done
@@ -199,6 +202,19 @@ def evaluate_url(
     return make_report(with_draft, plain, config, draft=draft)
 
 
+def running_limit(url: str, config: EvalConfig) -> int | None:
+    """Requests that a running server takes at once, if that is less than `concurrency`: the rest wait there."""
+
+    async def ask() -> int | None:
+        async with ServerClient(url, api_key=config.api_key) as client:
+            states = (await client.server_info()).get("internal_states") or []
+        limits = [int(n) for state in states if (n := state.get("effective_max_running_requests_per_dp"))]
+        return sum(limits) or None
+
+    limit = asyncio.run(ask())
+    return limit if limit is not None and limit < config.concurrency else None
+
+
 def evaluate_draft(
     draft: Path,
     prompts: Sequence[EvalPrompt],
@@ -236,7 +252,8 @@ def server_config(config: EvalConfig, draft: Path | None) -> ServerConfig:
         api_key=config.api_key,
         draft=str(draft) if draft is not None else None,
         speculative_steps=config.draft_tokens,
-        extra_args=("--disable-radix-cache", *config.server_args),
+        # with a draft SGLang takes 48 at once unless told; the rest would wait, and the comparison with plain be unfair
+        extra_args=("--disable-radix-cache", "--max-running-requests", str(config.concurrency), *config.server_args),
         python=config.python,
     )
 

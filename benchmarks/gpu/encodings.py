@@ -8,7 +8,7 @@ in the real server; end_to_end.py's own training and chain are what they are com
 
 from __future__ import annotations
 
-from study import Study, study_parser
+from study import Served, Study, study_parser
 
 
 def main() -> None:
@@ -18,8 +18,10 @@ def main() -> None:
     study = Study(options, "encodings")
     for name in options.encodings.split(","):
         data, run = study.work / f"data.{name}", f"run.{name}"
+        served = Served(name, study.work / run / "draft")
         study.stage(f"train {name}", lambda: study.train(data, run))  # noqa: B023 - called at once
-        study.stage(f"evaluate {name}", lambda: study.evaluate(study.work / run / "draft", name))  # noqa: B023
+        evaluate = lambda: study.evaluate(served, in_flight=options.evaluate_at[:1], repeats=1)  # noqa: B023, E731
+        study.stage(f"evaluate {name}", evaluate)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import time
 from typing import Any
 
-from study import Study, study_parser
+from study import Served, Study, study_parser
 
 from eagle3_data.builders.build import build
 from eagle3_data.builders.pool import FlowConfig
@@ -22,7 +22,7 @@ from eagle3_data.builders.synth import SynthSpec, synthesise
 
 
 def answer(study: Study) -> dict[str, Any]:
-    """The target's own answers: the first greedy, further ones sampled. Then the held-out questions without a draft."""
+    """The target's own answers: the first greedy, further ones sampled."""
     options = study.options
     questions = study.work / "train.jsonl"
     questions.write_text("".join(json.dumps(row) + "\n" for row in study.train_rows[: options.answers]))
@@ -36,7 +36,6 @@ def answer(study: Study) -> dict[str, Any]:
                 questions, study.model, spec, [server.url], out, in_flight=options.in_flight
             ).output_tokens
         seconds = time.monotonic() - began
-        study.measure_plain(server.url)
     questions_asked = min(options.answers, len(study.train_rows))
     return {"questions": questions_asked, "tokens": tokens, "tokens_per_s": tokens / seconds}
 
@@ -76,16 +75,23 @@ def capture(study: Study, names: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = study_parser(__doc__)
-    parser.add_argument("--answers", type=int, default=8000, help="questions answered for training")
-    parser.add_argument("--samples", type=int, default=1, help="answers per question")
+    parser.add_argument("--answers", type=int, default=5000, help="questions answered for training")
+    parser.add_argument("--samples", type=int, default=2, help="answers per question")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of the evaluation")
     parser.add_argument("--encodings", default="bf16,fp8,topk64", help="that are built; `encodings.py` trains on them")
     study = Study(parser.parse_args(), "end_to_end")
     study.stage("answer", lambda: answer(study))
     study.stage("build", lambda: capture(study, study.options.encodings.split(",")))
     study.stage("train", lambda: study.train(study.work / "data.bf16", "run.bf16"))
     draft = study.work / "run.bf16" / "draft"
-    study.stage("evaluate chain", lambda: study.evaluate(draft, "chain"))
-    study.stage("evaluate tree", lambda: study.evaluate(draft, "tree", tree=True))
+    served = [
+        Served("plain"),
+        Served("chain", draft),
+        Served("long chain", draft, draft_tokens=study.options.ttt_steps - 1),
+        Served("tree", draft, tree=True),
+    ]
+    evaluate = lambda: study.evaluate(*served, in_flight=study.options.evaluate_at, repeats=study.options.repeats)  # noqa: E731
+    study.stage("evaluate", evaluate)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from eagle3_data.errors import Eagle3Error
 from eagle3_data.protocol import AUX, LAST
 
 LENGTHS = (33, 257, 900, 900, 1500, 64, 2100, 512)
+NCCL_ALONE = ("--enforce-disable-flashinfer-allreduce-fusion", "--disable-custom-all-reduce")
+"""SGLang's fused all-reduce makes NVLink multicast objects, which a rented host may forbid: it waits for ever there."""
 WAYS = {"tp1": (1, ()), "tp2": (2, ()), "dp2": (2, ("--enable-dp-attention", "--dp-size", "2"))}
 
 
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace, host: Host, results: Results, folder: Path)
     for way in options.ways.split(","):
         tp, more = WAYS[way]
         spool = folder / way
-        flags = (*NO_GRAPHS, "--max-total-tokens", "16384", *more)
+        flags = (*NO_GRAPHS, "--max-total-tokens", "16384", *NCCL_ALONE, *more)
         try:
             with host.serving(host.config(model, spool=spool, more=flags, tp=tp), way) as server:
                 found = [t for _, t in asyncio.run(capture(server.url, spool, prompts, way, in_flight=len(prompts)))]

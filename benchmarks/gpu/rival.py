@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from host import group_memory_mib
-from study import Study, study_parser
+from study import Served, Study, study_parser
 
 from eagle3_data.protocol import IDS
 from eagle3_data.shards import ShardSet
@@ -163,7 +163,7 @@ def evaluate(study: Study) -> dict[str, Any]:
     ran = subprocess.run([*command, "--vocab-mapping", str(folder / "vocabulary.pt")], capture_output=True, text=True)
     if ran.returncode:
         raise SystemExit(f"SpecForge's export failed:\n{ran.stderr[-2000:]}")
-    return study.evaluate(folder / "draft", "specforge")
+    return study.evaluate(Served("specforge", folder / "draft"), in_flight=study.options.evaluate_at[:1], repeats=1)
 
 
 def main() -> None:

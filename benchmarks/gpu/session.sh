@@ -14,19 +14,21 @@ measure() { # GPUS NAME[:PART] [argument ...]: results in NAME.PART.json
     local gpus=$1 name=${2%:*} out=$results/${2/:/.} began=$SECONDS
     shift 2
     [[ " ${ONLY:-$name} " == *" $name "* ]] || return 0
-    CUDA_VISIBLE_DEVICES=$gpus timeout 900 python3 "benchmarks/gpu/$name.py" --out "$out.json" "$@" > "$out.log" 2>&1
+    CUDA_VISIBLE_DEVICES=$gpus timeout 1200 python3 "benchmarks/gpu/$name.py" --out "$out.json" "$@" > "$out.log" 2>&1
     echo "$(basename "$out"): exit code $? after $((SECONDS - began)) s, at $SECONDS s" | tee -a "$results/over.log"
 }
 
 study() { measure "$1" "$2" --work "$work" --prompts "$prompts" "${@:3}"; }
 
-trained() { until [ -e "$work/end_to_end.train.done" ]; do sleep 1; done; }
+ended() { until [ -e "$work/end_to_end.$1.done" ]; do sleep 1; done; }
 
 measure 0,1 parallel
 (
     measure 0 overhead --minutes 7 ${OVERHEAD:---soak 10000}
-    trained && study 0 rival
+    [[ " ${ONLY:-rival} " == *" rival "* ]] && ended build
     study 0 encodings:topk64 --encodings topk64
+    [[ " ${ONLY:-rival} " == *" rival "* ]] && ended train
+    study 0 rival
 ) &
 (
     measure 1 architectures

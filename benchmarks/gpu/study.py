@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import json
-import pickle
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,17 @@ TREE = (
     *("--speculative-num-draft-tokens", "8"),
 )
 Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """One server of an evaluation."""
+
+    name: str
+    draft: Path | None = None
+    """None: the target alone."""
+    draft_tokens: int = DRAFT_TOKENS
+    tree: bool = False
 
 
 def split(path: Path) -> tuple[Rows, Rows]:
@@ -99,16 +113,22 @@ class Study:
         self.results.add(stage=name, seconds=time.monotonic() - began, **found)
         done.touch()
 
-    def serve(self, name: str, *, draft: Path | None = None, tree: bool = False) -> Any:
-        """A server that decodes: graphs on where there is a GPU."""
-        most = max(self.options.evaluate_at) if draft is not None else self.options.in_flight
-        graphs = () if self.host.cpu else ("--cuda-graph-max-bs-decode", str(most))
+    def serve(self, name: str, served: Served | None = None) -> Any:
+        """A server that decodes: graphs on where there is a GPU. One that is evaluated shares the GPU with others."""
+        more: tuple[str, ...] = ()
+        if served is not None:
+            most = max(self.options.evaluate_at)
+            more = ("--max-running-requests", str(most), *(() if self.host.cpu else ("--max-total-tokens", "200000")))
+        else:
+            most = self.options.in_flight
+        if not self.host.cpu:
+            more += ("--cuda-graph-max-bs-decode", str(most))
         config = self.host.config(
             self.model,
             spool=None,
-            more=(*graphs, *TREE) if tree else graphs,
-            draft=str(draft) if draft is not None else None,
-            speculative_steps=DRAFT_TOKENS,
+            more=(*more, *TREE) if served is not None and served.tree else more,
+            draft=str(served.draft) if served is not None and served.draft is not None else None,
+            speculative_steps=served.draft_tokens if served is not None else DRAFT_TOKENS,
         )
         return self.host.serving(config, f"{self.benchmark}.{name}")
 
@@ -189,41 +209,51 @@ class Study:
         path.write_text("".join(json.dumps(row) + "\n" for row in self.heldout_rows[: self.options.heldout]))
         return read_prompts(path, str(self.model), trust_remote_code=False, limit=None)
 
-    def measure_plain(self, url: str) -> None:
-        """Held-out questions in a server without a draft; kept for `evaluate`."""
-        prompts = self.heldout()
-        plain = {n: self._measure(url, prompts, n, draft=False) for n in self.options.evaluate_at}
-        (self.work / "plain.pickle").write_bytes(pickle.dumps(plain))
+    def evaluate(self, *served: Served, in_flight: list[int], repeats: int) -> dict[str, Any]:
+        """Held-out questions, greedy, in a server for each of `served`: all of them up on one GPU, taking turns.
 
-    def evaluate(self, draft: Path, name: str, *, tree: bool = False) -> dict[str, Any]:
-        """Held-out questions in the real server at each number in flight; greedy."""
+        With a plain one among them a speed-up is the median of the rounds' ratios.
+        """
         prompts, found = self.heldout(), {}
-        plain: dict[int, Measured] = pickle.loads((self.work / "plain.pickle").read_bytes())
-        with self.serve(name, draft=draft, tree=tree) as server:
-            for n in self.options.evaluate_at:
-                measured = self._measure(server.url, prompts, n, draft=True)
-                report = make_report(measured, plain[n], self._config(n), draft=name).to_dict()
-                found[f"in_flight_{n}"] = {
-                    "prompts": len(measured.answers),
-                    "acceptance_length": report["overall"]["acceptance_length"],
-                    "acceptance_length_diverse": report["diverse_only"]["acceptance_length"],
-                    "by_position": report["overall"]["by_position"],
-                    "by_source": {k: part["acceptance_length"] for k, part in report["by_category"].items()},
-                    "tokens_per_s": report["tokens_per_s"],
-                    "plain_tokens_per_s": report["plain_tokens_per_s"],
-                    "speedup": report["speedup"],
-                    "equal_answers": report["equal_answers"],
-                }
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+            start = lambda one: stack.enter_context(self.serve(one.name, one))  # noqa: E731
+            urls = {one: server.url for one, server in zip(served, pool.map(start, served), strict=True)}
+            for n in in_flight:
+                some = prompts if n > 1 else prompts[: max(1, len(prompts) // 8)]  # one at a time takes long
+                rounds = [{one: self._measure(url, some, n, one) for one, url in urls.items()} for _ in range(repeats)]
+                for one in served:
+                    found.setdefault(one.name, {})[f"in_flight_{n}"] = self._figures(one, rounds, n)
         return found
 
-    def _config(self, in_flight: int) -> EvalConfig:
+    def _measure(self, url: str, prompts: list[EvalPrompt], n: int, served: Served) -> Measured:
+        return asyncio.run(measure(url, prompts, self._config(n, served), expect_draft=served.draft is not None))
+
+    def _figures(self, served: Served, rounds: list[dict[Served, Measured]], n: int) -> dict[str, Any]:
+        rates = [measured[served].tokens_per_s for measured in rounds]
+        figures: dict[str, Any] = {"rounds": len(rounds), "tokens_per_s": statistics.median(rates)}
+        if served.draft is None:
+            return figures
+        plain = next((one for one in rounds[0] if one.draft is None), None)
+        beside = rounds[0][plain] if plain is not None else None
+        report = make_report(rounds[0][served], beside, self._config(n, served), draft=served.name).to_dict()
+        figures |= {
+            "prompts": len(rounds[0][served].answers),
+            "acceptance_length": report["overall"]["acceptance_length"],
+            "acceptance_length_diverse": report["diverse_only"]["acceptance_length"],
+            "by_position": report["overall"]["by_position"],
+            "by_source": {k: part["acceptance_length"] for k, part in report["by_category"].items()},
+        }
+        if plain is not None:
+            base = [measured[plain].tokens_per_s for measured in rounds]
+            figures["plain_tokens_per_s"] = statistics.median(base)
+            figures["speedup"] = statistics.median(a / b for a, b in zip(rates, base, strict=True))
+            figures["equal_answers"] = report["equal_answers"]
+        return figures
+
+    def _config(self, in_flight: int, served: Served) -> EvalConfig:
         return EvalConfig(
             target=str(self.model),
             max_new_tokens=self.options.answer_tokens,
             concurrency=in_flight,
-            draft_tokens=DRAFT_TOKENS,
+            draft_tokens=served.draft_tokens,
         )
-
-    def _measure(self, url: str, prompts: list[EvalPrompt], in_flight: int, *, draft: bool) -> Measured:
-        some = prompts if in_flight > 1 else prompts[: max(1, len(prompts) // 8)]  # one at a time takes long
-        return asyncio.run(measure(url, some, self._config(in_flight), expect_draft=draft))

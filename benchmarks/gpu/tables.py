@@ -122,7 +122,7 @@ def studies(rows: Rows) -> str:
 
 
 def evaluations_of(where: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    if isinstance(node, dict) and "acceptance_length" in node:
+    if isinstance(node, dict) and ("acceptance_length" in node or "rounds" in node):
         yield where, node
     elif isinstance(node, dict):
         for key, value in node.items():
@@ -130,8 +130,10 @@ def evaluations_of(where: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[st
 
 
 def evaluation(found: dict[str, Any]) -> str:
-    text = f"acceptance length {found['acceptance_length']:.2f}, {found['tokens_per_s']:,.0f} tok/s"
-    if found["speedup"] is not None:
+    text = f"{found['tokens_per_s']:,.0f} tok/s"
+    if "acceptance_length" in found:
+        text = f"acceptance length {found['acceptance_length']:.2f}, {text}"
+    if "speedup" in found:
         text += f" ({found['speedup']:.2f}x of no draft), {found['equal_answers']} of {found['prompts']} answers equal"
     return text
 
@@ -142,10 +144,28 @@ def shown(key: str, value: Any) -> str:
     return f"{key} {value:,.4g}" if isinstance(value, float) else f"{key} {str(value)[:300]}"
 
 
+def ranks(rows: Rows) -> str:
+    """Each way's speed, memory and curve, against one GPU's on the same samples."""
+    lines = []
+    for row in rows:
+        name = [row["way"], row["precision"]]
+        if "failed" in row:
+            lines.append([*name, "failed", "", "", row["failed"].splitlines()[-1][:160]])
+            continue
+        near = row.get("against_one")
+        curve = f"{near['max_difference']:.1e} in {near['steps']} steps" if near else ""
+        peak = max(row["peak_bytes"]) / (1 << 30)
+        held = f"{max(row['parameters_here']) / row['parameters']:.2f}"
+        lines.append([*name, f"{row['tokens_per_s']:,.0f}", f"{peak:.2f}", held, curve])
+    head = ["", "precision", "tok/s", "peak GiB of a GPU", "share of the weights on it"]
+    return table([*head, "largest difference of the loss to one GPU"], lines)
+
+
 SECTIONS: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "overhead": ("What capture costs", overhead),
     "architectures": ("Right layers", architectures),
     "parallel": ("Several GPUs", parallel),
+    "ranks": ("Training on two GPUs", ranks),
     "fidelity": ("Real weights", fidelity),
     "end_to_end": ("From questions to a faster server", studies),
     "rival": ("SpecForge's trainer on the same data", studies),

@@ -54,7 +54,7 @@ def evaluate_command(
     """
     from eagle3_data.server.command import Device
     from eagle3_data.train.compare import compare
-    from eagle3_data.train.evaluate import EvalConfig, evaluate_draft, evaluate_url, measure_plain
+    from eagle3_data.train.evaluate import EvalConfig, evaluate_draft, evaluate_url, measure_plain, running_limit
 
     if device not in get_args(Device):
         raise ConfigError(f"--device {device!r} is not one of {', '.join(get_args(Device))}")
@@ -84,6 +84,8 @@ def evaluate_command(
     for folder in draft:
         say(f"measuring {folder}")
         if url is not None:
+            if (at_once := running_limit(url, config)) is not None:
+                say(f"{url} takes {at_once} requests at once, the others of {concurrency} wait: --max-running-requests")
             report = evaluate_url(url, chosen, config, draft=str(folder), plain=plain, on_answer=_count)
         else:
             report = evaluate_draft(folder, chosen, config, plain=plain, log=log, on_answer=_count)

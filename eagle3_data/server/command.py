@@ -21,6 +21,8 @@ Device = Literal["auto", "cpu", "cuda"]
 
 NATIVE = (0, 5, 23)
 """First SGLang that captures by itself when told to; before it, the plugin hooks in."""
+CAPTURING_REQUESTS = 512
+"""At once in a capturing server: one that is told to speculate, as native capture is, takes 48 by itself."""
 PORTS = range(20_000, 32_000)
 """Below Linux's ephemeral ports, and with room for the ports that SGLang derives by adding to this one."""
 
@@ -100,6 +102,7 @@ def server_command(config: ServerConfig, *, port: int, native: bool) -> list[str
         command += ["--disable-radix-cache", "--disable-cuda-graph"]
         if native:
             command += ["--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"]
+            command += ["--max-running-requests", str(CAPTURING_REQUESTS)]
     if config.draft:
         command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", config.draft]
         command += ["--speculative-num-steps", str(config.speculative_steps), "--speculative-eagle-topk", "1"]

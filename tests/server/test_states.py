@@ -9,6 +9,7 @@ import torch
 
 from eagle3_data.protocol import AUX, IDS, LAST, default_aux_layers, ids_digest
 from eagle3_data.server.client import Sampling
+from eagle3_data.server.command import CAPTURING_REQUESTS
 from tests.models import LAYERS, expected_states
 from tests.servers import RunningServer, captured, prompt, rids, run
 
@@ -46,6 +47,17 @@ def check_exact(server: RunningServer) -> None:
         assert torch.equal(tensors[LAST], wanted.hidden[-1]), tokens
         assert torch.equal(tensors[AUX], wanted.aux(AUX_LAYERS)), tokens
         assert int(wanted.logits[-1].argmax()) == next_token
+
+
+def test_more_than_48_prompts_are_taken_at_once(llama_server: RunningServer) -> None:
+    """SGLang's own choice for a server that is told to speculate, as native capture is."""
+
+    async def limits() -> list[int]:
+        async with llama_server.client() as client:
+            states = (await client.server_info())["internal_states"]
+        return [state["effective_max_running_requests_per_dp"] for state in states]
+
+    assert run(limits()) == [CAPTURING_REQUESTS]
 
 
 def test_llama_states_equal_transformers_bit_for_bit(llama_server: RunningServer) -> None:

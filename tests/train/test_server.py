@@ -9,9 +9,19 @@ from pathlib import Path
 import pytest
 
 from eagle3_data.protocol import IDS
+from eagle3_data.server.process import ServerProcess
 from eagle3_data.train.config import DataConfig
 from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts
-from eagle3_data.train.evaluate import EvalConfig, EvalReport, Measured, evaluate_draft, measure_plain
+from eagle3_data.train.evaluate import (
+    EvalConfig,
+    EvalReport,
+    Measured,
+    evaluate_draft,
+    evaluate_url,
+    measure_plain,
+    running_limit,
+    server_config,
+)
 from eagle3_data.train.export import export_draft
 from eagle3_data.train.plan import split_samples
 from eagle3_data.train.trainer import Trainer, TrainReport
@@ -107,7 +117,13 @@ def test_a_draft_is_accepted_on_heldout_prompts_as_the_simulation_says(
     )
     trained = Trainer(config, asked.data).run()
     assert trained.heldout is not None
-    report = served(trained, tmp_path / "export", asked, draft_tokens=3)
+    export, many = tmp_path / "export", replace(asked.config, concurrency=50)
+    export_draft(trained.output, export, dtype="float32", draft_tokens=3)
+    with ServerProcess(server_config(many, export)) as server:
+        assert running_limit(server.url, many) is None  # SGLang's own choice is 48, and the rest would wait
+        assert running_limit(server.url, replace(many, concurrency=51)) == 50
+        report = evaluate_url(server.url, asked.prompts, many, draft=str(export), plain=asked.plain)
+    assert report.equal_answers == len(asked.prompts)
     new = report.by_category["new"]
     assert new.verifications < new.tokens - len(asked.heldout)  # the draft is of use on what it never saw
     assert new.acceptance_length == pytest.approx(trained.heldout.acceptance_length, rel=0.1)

@@ -75,7 +75,7 @@ def capture(study: Study, names: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = study_parser(__doc__)
-    parser.add_argument("--answers", type=int, default=5000, help="questions answered for training")
+    parser.add_argument("--answers", type=int, default=4000, help="questions answered for training")
     parser.add_argument("--samples", type=int, default=2, help="answers per question")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of the evaluation")
     parser.add_argument("--encodings", default="bf16,fp8,topk64", help="that are built; `encodings.py` trains on them")

@@ -18,6 +18,7 @@ import random
 import shutil
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,9 +130,12 @@ def main() -> None:
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="eagle3-bench-", dir=options.disk)))
         model = make_model(options.shape, disk, dtype="float32" if bench.host.cpu else "bfloat16")
         flags = dummy("--disable-cuda-graph", "--max-total-tokens", str(options.kv_tokens))
-        plain = stack.enter_context(bench.host.serving(bench.host.config(model, spool=None, more=flags), "plain"))
         spool = memory / "spool"
-        ours = stack.enter_context(bench.host.serving(bench.host.config(model, spool=spool, more=flags), "capture"))
+        pool = stack.enter_context(ThreadPoolExecutor())
+        start = lambda name, where: stack.enter_context(  # noqa: E731 - both at once: a start takes a minute
+            bench.host.serving(bench.host.config(model, spool=where, more=flags), name)
+        )
+        plain, ours = pool.map(start, ("plain", "capture"), (None, spool))
         measure(bench, plain, ours, spool, model, {"build to memory": memory, "build to disk": disk})
 
 

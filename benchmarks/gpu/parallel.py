@@ -1,6 +1,6 @@
 """One dump per prompt, full width, equal to one GPU's: tensor parallelism and data-parallel attention over two GPUs.
 
-    python benchmarks/gpu/parallel.py --out RESULT.json                               two GPUs, about six minutes
+    python benchmarks/gpu/parallel.py --out RESULT.json                               two GPUs, about three minutes
     python benchmarks/gpu/parallel.py --out RESULT.json --device cpu --shape tiny --ways tp1
 
 All servers load one checkpoint of random weights, written here first (see `shapes.make_weights` for why dummy weights
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from capture import capture, leftovers, memory_folder, random_prompts, relative
 from host import NO_GRAPHS, Host, Results
@@ -20,10 +23,13 @@ from torch import Tensor
 
 from eagle3_data.errors import Eagle3Error
 from eagle3_data.protocol import AUX, LAST
+from eagle3_data.server.process import ServerProcess
 
 LENGTHS = (33, 257, 900, 900, 1500, 64, 2100, 512)
-NCCL_ALONE = ("--enforce-disable-flashinfer-allreduce-fusion", "--disable-custom-all-reduce")
-"""SGLang's fused all-reduce makes NVLink multicast objects, which a rented host may forbid: it waits for ever there."""
+NO_MULTICAST = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
+"""NCCL alone: FlashInfer's all-reduce makes NVLink multicast objects, and where a host has none it waits for ever."""
+SHARED_GPU = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+"""Nothing is timed here, so the servers share the GPUs, with each other and with whatever else runs."""
 WAYS = {"tp1": (1, ()), "tp2": (2, ()), "dp2": (2, ("--enable-dp-attention", "--dp-size", "2"))}
 
 
@@ -49,33 +55,46 @@ def run(options: argparse.Namespace, host: Host, results: Results, folder: Path)
     model = make_model(options.shape, folder / "models", dtype=dtype)
     make_weights(model, device="cpu" if host.cpu else "cuda", dtype=dtype)
     prompts = random_prompts(LENGTHS, int(config["vocab_size"]), seed=3)
-    right: list[dict[str, Tensor]] | None = None
-    reference = ""
-    for way in options.ways.split(","):
-        tp, more = WAYS[way]
-        spool = folder / way
-        flags = (*NO_GRAPHS, "--max-total-tokens", "16384", *NCCL_ALONE, *more)
-        try:
-            with host.serving(host.config(model, spool=spool, more=flags, tp=tp), way) as server:
-                found = [t for _, t in asyncio.run(capture(server.url, spool, prompts, way, in_flight=len(prompts)))]
-                rest = leftovers(spool)
-        except Eagle3Error as error:
-            results.add(way=way, refused=str(error)[-1500:])
-            continue
-        if right is None:
-            right, reference = found, way
-        pairs = list(zip(found, right, strict=True))
-        results.add(
-            way=way,
-            compared_with=reference,
-            dumps=len(found),
-            left=rest,
-            rows_right=all(len(t[AUX]) == len(t[LAST]) == n for t, n in zip(found, LENGTHS, strict=True)),
-            width=found[0][LAST].shape[-1],
-            aux_width=found[0][AUX].shape[-1],
-            aux_error=max(relative(a[AUX], b[AUX]) for a, b in pairs),
-            last_error=max(relative(a[LAST], b[LAST]) for a, b in pairs),
-        )
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+
+        def start(way: str) -> ServerProcess | Eagle3Error:
+            tp, more = WAYS[way]
+            flags = (*NO_GRAPHS, "--max-total-tokens", "16384", *NO_MULTICAST, *more)
+            config = host.config(model, spool=folder / way, more=flags, tp=tp)
+            try:
+                return stack.enter_context(host.serving(config, way, env=SHARED_GPU))
+            except Eagle3Error as error:
+                return error
+
+        ways = options.ways.split(",")
+        servers = dict(zip(ways, pool.map(start, ways), strict=True))  # all at once: a start takes a minute or two
+        found = {
+            way: asyncio.run(capture(server.url, folder / way, prompts, way, in_flight=len(prompts)))
+            for way, server in servers.items()
+            if isinstance(server, ServerProcess)
+        }
+    states = {way: [tensors for _, tensors in replies] for way, replies in found.items()}
+    for way, server in servers.items():
+        if isinstance(server, ServerProcess):
+            results.add(way=way, **compare(states[way], next(iter(states)), states, leftovers(folder / way)))
+        else:
+            results.add(way=way, refused=str(server)[-1500:])
+
+
+def compare(
+    found: list[dict[str, Tensor]], reference: str, states: dict[str, list[dict[str, Tensor]]], rest: list[str]
+) -> dict[str, Any]:
+    pairs = list(zip(found, states[reference], strict=True))
+    return {
+        "compared_with": reference,
+        "dumps": len(found),
+        "left": rest,
+        "rows_right": all(len(t[AUX]) == len(t[LAST]) == n for t, n in zip(found, LENGTHS, strict=True)),
+        "width": found[0][LAST].shape[-1],
+        "aux_width": found[0][AUX].shape[-1],
+        "aux_error": max(relative(a[AUX], b[AUX]) for a, b in pairs),
+        "last_error": max(relative(a[LAST], b[LAST]) for a, b in pairs),
+    }
 
 
 if __name__ == "__main__":

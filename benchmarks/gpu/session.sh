@@ -1,9 +1,9 @@
 #!/bin/bash
 # Every GPU benchmark once, on a host with two GPUs:  bash benchmarks/gpu/session.sh CARRIED RESULTS PROMPTS  (35 minutes)
-# or some:  ONLY="parallel end_to_end rival" bash ...  No two share a GPU: SGLang refuses what it finds half occupied.
+# or some:  ONLY="parallel end_to_end rival" bash ...  Nothing that is timed shares a GPU.
 # Starts what needs no weights at once and waits for the model's parts, which later calls of setup.sh may bring.
 # Started with setsid it outlives the call. RESULTS/NAME.log tells how each is doing, RESULTS/over.log which have ended,
-# RESULTS/over that all have. OVERHEAD: other arguments for overhead.py.
+# RESULTS/over that all have. OVERHEAD: other arguments for overhead.py. STUDY: arguments for end_to_end, rival, encodings.
 cd "$(dirname "$0")/../.." || exit 1
 . benchmarks/gpu/setup.sh "$1"
 results=$2 prompts=$3 work=/dev/shm/eagle3-study
@@ -18,14 +18,16 @@ measure() { # GPUS NAME[:PART] [argument ...]: results in NAME.PART.json
     echo "$(basename "$out"): exit code $? after $((SECONDS - began)) s, at $SECONDS s" | tee -a "$results/over.log"
 }
 
-study() { measure "$1" "$2" --work "$work" --prompts "$prompts" "${@:3}"; }
+study() { measure "$1" "$2" --work "$work" --prompts "$prompts" $STUDY "${@:3}"; }
 
 ended() { until [ -e "$work/end_to_end.$1.done" ]; do sleep 1; done; }
 
-measure 0,1 parallel
+measure 0,1 parallel &
+untimed=$!
 (
+    tail --pid=$untimed -f /dev/null
     measure 0 overhead --minutes 7 ${OVERHEAD:---soak 10000}
-    [[ " ${ONLY:-rival} " == *" rival "* ]] && ended build
+    [[ " ${ONLY:-encodings} " == *" encodings "* ]] && ended build
     study 0 encodings:topk64 --encodings topk64
     [[ " ${ONLY:-rival} " == *" rival "* ]] && ended train
     study 0 rival
@@ -33,7 +35,7 @@ measure 0,1 parallel
 (
     measure 1 architectures
     until [ -e "$E3D_HOME/model/.ready" ]; do sleep 1; done
-    study 1 end_to_end
+    study 1 end_to_end # answers and builds while `parallel` runs
     study 1 encodings:fp8 --encodings fp8
     measure 1 fidelity --prompts "$prompts"
 ) &

@@ -103,6 +103,8 @@ def server_command(config: ServerConfig, *, port: int, native: bool) -> list[str
         if native:
             command += ["--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"]
             command += ["--max-running-requests", str(CAPTURING_REQUESTS)]
+        elif config.tp > 1:  # else some models' outputs would be captured as one rank's share of them
+            command += ["--enforce-disable-flashinfer-allreduce-fusion"]
     if config.draft:
         command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", config.draft]
         command += ["--speculative-num-steps", str(config.speculative_steps), "--speculative-eagle-topk", "1"]

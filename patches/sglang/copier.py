@@ -12,8 +12,7 @@ N rows of the batch, n rows of one prompt, L aux layers, W width, R requests, V 
 
 from __future__ import annotations
 
-import bisect
-import threading
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,93 +20,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eagle3_data.patches.sglang.arena import ALIGN, Arena, Block, SharedBlock, aligned
 from eagle3_data.patches.sglang.rows import Segment
 from eagle3_data.patches.sglang.states import BatchStates
 
-ALIGN = 512
-"""Blocks and tensors in the arena start at multiples of this many bytes."""
-
-Block = tuple[int, int]
-"""(start, end) in the arena, in bytes."""
-
-
-class Arena:
-    """Host memory of a fixed size, handed out in blocks, first fit. Thread-safe; no call waits for a copy."""
-
-    def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self.memory = torch.empty(nbytes // ALIGN * ALIGN, dtype=torch.uint8, pin_memory=pinned)
-        self._free: list[Block] = [(0, len(self.memory))]
-        """Gaps, ascending, never touching each other."""
-        self._limbo: list[tuple[Block, Any]] = []
-        """Blocks given back while the copy into them was still on its way."""
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> Block | None:
-        """A block of at least `nbytes`, or None when no gap is large enough."""
-        nbytes = _aligned(nbytes)
-        with self._lock:
-            self._end_limbo()
-            for i, (start, end) in enumerate(self._free):
-                if end - start >= nbytes:
-                    self._free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
-                    return start, start + nbytes
-        return None
-
-    def give_back(self, block: Block, event: Any) -> None:
-        """Free a block, now or once `event` (None: at once) has come to pass."""
-        with self._lock:
-            if event is None or event.query():
-                self._insert(block)
-            else:
-                self._limbo.append((block, event))
-
-    def free_bytes(self) -> int:
-        with self._lock:
-            self._end_limbo()
-            return sum(end - start for start, end in self._free)
-
-    def _end_limbo(self) -> None:
-        ended = [block for block, event in self._limbo if event.query()]
-        if ended:
-            self._limbo = [(block, event) for block, event in self._limbo if block not in ended]
-            for block in ended:
-                self._insert(block)
-
-    def _insert(self, block: Block) -> None:
-        start, end = block
-        i = bisect.bisect(self._free, block)
-        if i < len(self._free) and self._free[i][0] == end:
-            end = self._free.pop(i)[1]
-        if i and self._free[i - 1][1] == start:
-            i -= 1
-            start = self._free.pop(i)[0]
-        self._free.insert(i, (start, end))
-
 
 class CopiedRows:
-    """Rows of one prompt in the arena; see `dumps.HostRows`."""
+    """Rows of one prompt in the arena; see `dumps.HostRows`. Bytes alone: writers hold Python's lock no longer."""
 
-    def __init__(self, arena: Arena, block: Block, parts: Sequence[Tensor], event: Any) -> None:
-        self._arena, self._block, self._event = arena, block, event
-        self.aux, self.last = _bytes(parts[0]), _bytes(parts[1])
-        self._finite, self._next = parts[2], parts[3]
-        self._held = True
+    def __init__(
+        self, block: SharedBlock, aux: memoryview, last: memoryview, finite: memoryview, token: memoryview
+    ) -> None:
+        self._block, self._held = block, True
+        self.aux, self.last = aux, last
+        self._finite, self._token = finite, token
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+        self._block.wait()
 
     def finite(self) -> bool:
-        return bool(self._finite.all())
+        return 0 not in bytes(self._finite)
 
     def next_token(self) -> int:
-        return int(self._next)
+        return int.from_bytes(self._token, sys.byteorder, signed=True)
 
     def release(self) -> None:
         if self._held:
             self._held = False
-            self.aux = self.last = memoryview(b"")
-            self._arena.give_back(self._block, self._event)
+            self.aux = self.last = self._finite = self._token = memoryview(b"")
+            self._block.let_go()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Segments that lie one after the other in the batch, and where they go."""
+
+    segments: Sequence[Segment]
+    block: Block | None
+    """None: the arena had no room for even one of them."""
+
+    @property
+    def span(self) -> slice:
+        """Rows of the batch."""
+        end = self.segments[-1]
+        return slice(self.segments[0].offset, end.offset + end.rows)
+
+    @property
+    def requests(self) -> slice:
+        return slice(self.segments[0].index, self.segments[-1].index + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +92,14 @@ class Staged:
         tokens = None if states.logits is None else states.logits.argmax(-1)
         return cls(packed, last, finite_rows(packed) & finite_rows(last), tokens)
 
-    def top(self, index: int) -> Tensor:
-        """int64 []: -1 when there are no logits."""
-        return self.finite.new_full((), -1, dtype=torch.int64) if self.tokens is None else self.tokens[index]
+    def of_run(self, run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[n, L*W], [n, W], bool [n], int64 [requests] (-1 when there are no logits)"""
+        rows, requests = run.span, run.requests
+        if self.tokens is None:
+            tokens = self.finite.new_full((requests.stop - requests.start,), -1, dtype=torch.int64)
+        else:
+            tokens = self.tokens[requests]
+        return self.aux[rows], self.last[rows], self.finite[rows], tokens
 
 
 class Copier:
@@ -152,39 +117,63 @@ class Copier:
         `producer` is the stream on which the batch ran and the next one will run (None on a CPU).
         """
         row = (_width(states.aux) + states.last.shape[-1]) * states.last.element_size()
-        blocks = [self.arena.take(segment.rows * (row + 1) + 8 + 4 * ALIGN) for segment in segments]
-        if not any(blocks):
+        runs = [run for adjacent in _adjacent(segments) for run in self._place(adjacent, row)]
+        blocks = [run.block for run in runs if run.block is not None]
+        if not blocks:
             return [None] * len(segments)
-        rows = max(segment.offset + segment.rows for segment in segments)
+        done = (
+            None if self._module is None else self._module.Event(blocking=True)
+        )  # a waiting writer sleeps, never spins
+        try:
+            return self._copy(states, segments[-1].offset + segments[-1].rows, runs, producer, done)
+        except BaseException:  # the device may be out of memory for the staged rows
+            for block in blocks:
+                self.arena.give_back(block, done)
+            raise
+
+    def _place(self, segments: Sequence[Segment], row: int) -> list[Run]:
+        """One block for all, since every copy costs the scheduler thread time; halves where none is so large."""
+        rows = sum(segment.rows for segment in segments)
+        requests = segments[-1].index - segments[0].index + 1
+        block = self.arena.take(rows * (row + 1) + 8 * requests + 4 * ALIGN)
+        if block is not None or len(segments) == 1:
+            return [Run(segments, block)]
+        half = len(segments) // 2
+        return self._place(segments[:half], row) + self._place(segments[half:], row)
+
+    def _copy(
+        self, states: BatchStates, rows: int, runs: Sequence[Run], producer: Any, done: Any
+    ) -> list[CopiedRows | None]:
         if self._module is None:
-            return self._start(Staged.of(states, rows, own=False), segments, blocks, None)
-        read, done = self._module.Event(), self._module.Event(blocking=True)  # a waiting writer sleeps, never spins
+            return self._start(Staged.of(states, rows, own=False), runs, None)
+        read = self._module.Event()
         self._stream.wait_stream(producer)
         with self._module.stream(self._stream):
-            staged = Staged.of(states, rows, own=True)
-            read.record(self._stream)
-            copied = self._start(staged, segments, blocks, done)
-            done.record(self._stream)
+            try:
+                staged = Staged.of(states, rows, own=True)
+                read.record(self._stream)
+                copied = self._start(staged, runs, done)
+            finally:
+                done.record(self._stream)
         for tensor in (*_tensors(states.aux), states.last, states.logits):
             if tensor is not None:
                 tensor.record_stream(self._stream)
         producer.wait_event(read)  # only now may the next forward rewrite what was read here
         return copied
 
-    def _start(
-        self, staged: Staged, segments: Sequence[Segment], blocks: Sequence[Block | None], event: Any
-    ) -> list[CopiedRows | None]:
+    def _start(self, staged: Staged, runs: Sequence[Run], event: Any) -> list[CopiedRows | None]:
         copied: list[CopiedRows | None] = []
-        for segment, block in zip(segments, blocks, strict=True):
-            if block is None:
-                copied.append(None)
+        for run in runs:
+            if run.block is None:
+                copied += [None] * len(run.segments)
                 continue
-            mine = slice(segment.offset, segment.offset + segment.rows)
-            sources = staged.aux[mine], staged.last[mine], staged.finite[mine], staged.top(segment.index)
-            parts = self._carve(block, sources)
+            sources = staged.of_run(run)
+            parts = self._carve(run.block, sources)
             for target, source in zip(parts, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            copied.append(CopiedRows(self.arena, block, parts, event))
+            shared = SharedBlock(self.arena, run.block, len(run.segments), event)
+            views = [(_bytes(part), part.nbytes // len(part)) for part in parts]
+            copied += [CopiedRows(shared, *_cut(views, run, segment)) for segment in run.segments]
         return copied
 
     def _carve(self, block: Block, like: Sequence[Tensor]) -> list[Tensor]:
@@ -193,18 +182,34 @@ class Copier:
         for tensor in like:
             nbytes = tensor.numel() * tensor.element_size()
             parts.append(self.arena.memory[at : at + nbytes].view(tensor.dtype).view(tensor.shape))
-            at += _aligned(nbytes)
+            at += aligned(nbytes)
         return parts
+
+
+def _adjacent(segments: Sequence[Segment]) -> list[Sequence[Segment]]:
+    """Segments in groups without foreign rows in between."""
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        if groups and groups[-1][-1].offset + groups[-1][-1].rows == segment.offset:
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    return list(groups)
+
+
+def _cut(views: Sequence[tuple[memoryview, int]], run: Run, segment: Segment) -> list[memoryview]:
+    """The bytes of one segment in each of a run's host tensors, given with their bytes a row."""
+    first, request = segment.offset - run.span.start, segment.index - run.requests.start
+    spans = [(first, segment.rows)] * 3 + [(request, 1)]
+    return [
+        view[start * each : (start + count) * each] for (view, each), (start, count) in zip(views, spans, strict=True)
+    ]
 
 
 def finite_rows(x: Tensor) -> Tensor:
     """bool [N]: no NaN or Inf in the row. x is [N, C]; one reduction without a temporary of x's size."""
     # The largest magnitude of a row; NaN and Inf survive, and float32 holds every bfloat16 and float16.
     return torch.isfinite(torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, dtype=torch.float32))
-
-
-def _aligned(nbytes: int) -> int:
-    return nbytes + -nbytes % ALIGN
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -7,11 +7,12 @@ memory map: on a full tmpfs that is a bus error in SGLang's scheduler.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from array import array
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,6 +71,46 @@ class DumpForm:
         """Bytes of aux and last state per token."""
         return (len(self.layers) + 1) * self.width * DTYPE_BYTES[self.dtype]
 
+    def header(
+        self,
+        rid: str,
+        tokens: int,
+        *,
+        ids_digest: str,
+        next_token: int,
+        finite: bool,
+        checksum: str,
+        reserve: int = 0,
+    ) -> bytes:
+        """The header of a dump; see `safetensors_header`."""
+        meta = DumpMeta(
+            rid=rid,
+            tokens=tokens,
+            ids_digest=ids_digest,
+            layers=self.layers,
+            width=self.width,
+            dtype=self.dtype,
+            norm=self.norm,
+            next_token=next_token,
+            finite=finite,
+            checksum=checksum,
+            instance=self.instance,
+        )
+        tensors = dump_tensors(tokens=tokens, num_aux=len(self.layers), width=self.width, dtype=self.dtype)
+        return safetensors_header(tensors, meta.to_strings(), reserve=reserve)
+
+    def header_bytes(self, rid: str) -> int:
+        """What no header of a dump with an id of this length exceeds. Made once: JSON takes long beside a scheduler."""
+        return _longest_header(self, len(rid))
+
+
+@functools.lru_cache(maxsize=64)
+def _longest_header(form: DumpForm, rid_length: int) -> int:
+    sums, most = "0" * 32, 2**31 - 1
+    return len(
+        form.header("x" * rid_length, most, ids_digest=sums, next_token=most, finite=False, checksum=f"{sums}:{sums}")
+    )
+
 
 class Dump:
     """One prompt on its way into the spool: what the scheduler has seen of it, and what the writers have to do."""
@@ -98,30 +139,18 @@ class DumpFile:
     """The file of one dump. Every method may raise OSError; then `discard` it."""
 
     def __init__(self, spool: Path, rid: str, ids: array[int], form: DumpForm) -> None:
-        self._spool, self._ids, self._form = spool, ids, form
+        self._ids, self._form = ids, form
         tokens, aux_row = len(ids), len(form.layers) * form.width * DTYPE_BYTES[form.dtype]
         self._aux_row, self._last_row = aux_row, form.width * DTYPE_BYTES[form.dtype]
-        self._tensors = dump_tensors(tokens=tokens, num_aux=len(form.layers), width=form.width, dtype=form.dtype)
-        self._meta = DumpMeta(
-            rid=rid,
-            tokens=tokens,
-            ids_digest=ids_digest(ids),
-            layers=form.layers,
-            width=form.width,
-            dtype=form.dtype,
-            norm=form.norm,
-            next_token=2**31 - 1,
-            finite=False,
-            checksum="0" * 32 + ":" + "0" * 32,
-            instance=form.instance,
-        )
-        # The longest header this dump can have: its gap is reserved, the true one is written last.
-        self._reserve = len(safetensors_header(self._tensors, self._meta.to_strings()))
+        self._rid = rid
+        self._reserve = form.header_bytes(rid)  # its gap comes first, the header itself is written last
         self._last_at = self._reserve + tokens * self._aux_row
         self._ids_at = self._last_at + tokens * self._last_row
         self._sums = xxhash.xxh3_128(), xxhash.xxh3_128()
         self._finite, self.written = True, 0
-        self._hidden = spool / f".{rid}.{os.getpid()}-{next(_serial)}.tmp"
+        folder = os.fspath(spool)
+        self._hidden = f"{folder}/.{rid}.{os.getpid()}-{next(_serial)}.tmp"
+        self._final = f"{folder}/{rid}{DUMP_SUFFIX}"
         self._file = os.open(self._hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
         try:
             os.fchmod(self._file, MODE)  # the umask does not decide who may read the spool
@@ -133,7 +162,7 @@ class DumpFile:
     def add(self, start: int, rows: HostRows) -> None:
         """Write the next rows; `start` must be the number of rows written so far."""
         if start != self.written:
-            raise AssertionError(f"{self._meta.rid}: rows from {start} after {self.written}")
+            raise AssertionError(f"{self._rid}: rows from {start} after {self.written}")
         _pwrite(self._file, rows.aux, self._reserve + start * self._aux_row)
         _pwrite(self._file, rows.last, self._last_at + start * self._last_row)
         self._sums[0].update(rows.aux)
@@ -145,17 +174,19 @@ class DumpFile:
         """Ids, then the header, then the name: a reader never sees less than the whole."""
         _pwrite(self._file, memoryview(self._ids).cast("B"), self._ids_at)
         aux, last = self._sums
-        meta = replace(
-            self._meta,
+        header = self._form.header(
+            self._rid,
+            len(self._ids),
+            ids_digest=ids_digest(self._ids),
             next_token=next_token,
             finite=self._finite,
             checksum=f"{aux.hexdigest()}:{last.hexdigest()}",
+            reserve=self._reserve,
         )
-        header = safetensors_header(self._tensors, meta.to_strings(), reserve=self._reserve)
         _pwrite(self._file, memoryview(header), 0)
         os.close(self._file)
         self._file = -1
-        os.rename(self._hidden, self._spool / f"{meta.rid}{DUMP_SUFFIX}")
+        os.rename(self._hidden, self._final)
 
     def discard(self) -> None:
         """Close and remove the hidden file; never raises."""

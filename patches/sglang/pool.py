@@ -216,7 +216,7 @@ class WriterPool:
             self._spool_bytes += dump.held_bytes
             self._forget(dump)
         with contextlib.suppress(OSError):  # an earlier try of the same request may have left one
-            os.unlink(self._spool / f"{dump.rid}{ERROR_SUFFIX}")
+            os.unlink(f"{self._spool}/{dump.rid}{ERROR_SUFFIX}")
 
     def _give_up(self, dump: Dump, reason: str, detail: str) -> None:
         with self._changed:

@@ -85,9 +85,12 @@ def native_refusals(args: Mapping[str, Any]) -> list[str]:
 
 
 def hook_refusals(args: Mapping[str, Any]) -> list[str]:
-    """Before 0.5.23 a replayed prefill graph builds a new result, and what a hook attached to the old one is lost."""
-    if args.get("device", "cuda") == "cpu":
-        return []
+    """What hooks cannot capture through, and SGLang's own capture since 0.5.23 can."""
+    return [] if args.get("device", "cuda") == "cpu" else [*_prefill_graphs(args), *_fused_sums(args)]
+
+
+def _prefill_graphs(args: Mapping[str, Any]) -> list[str]:
+    """A replayed prefill graph builds a new result, and what a hook attached to the old one is lost."""
     config = args.get("cuda_graph_config")
     prefill = config.get("prefill") if isinstance(config, Mapping) else getattr(config, "prefill", None)
     if prefill is None:  # before per-phase settings
@@ -99,6 +102,22 @@ def hook_refusals(args: Mapping[str, Any]) -> list[str]:
     if off:
         return []
     return ["prefill CUDA graphs are on, which this SGLang cannot be captured through; pass --disable-cuda-graph"]
+
+
+def _fused_sums(args: Mapping[str, Any]) -> list[str]:
+    """SGLang adds the ranks' shares of a layer's output inside the next layer's norm, by itself on Hopper and newer.
+
+    gpt-oss and GLM-4 record a layer's output before that: it would be one rank's share, finite and wrong.
+    """
+    if (args.get("tp_size") or 1) == 1 or args.get("enable_dp_attention"):
+        return []
+    names = ("flashinfer_allreduce_fusion_backend", "enable_aiter_allreduce_fusion")
+    return [
+        f"tensor parallel sums are fused into the next layer ({name}={args[name]}), so a layer's output would be "
+        "captured as one rank's share; pass --enforce-disable-flashinfer-allreduce-fusion"
+        for name in names
+        if args.get(name)
+    ]
 
 
 def node_refusals(args: Mapping[str, Any], config: SpoolConfig) -> list[str]:

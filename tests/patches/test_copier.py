@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eagle3_data.patches.sglang.copier import ALIGN, Arena, Block, Copier, finite_rows
+from eagle3_data.patches.sglang.arena import ALIGN, Arena, Block
+from eagle3_data.patches.sglang.copier import Copier, Staged, finite_rows
 from eagle3_data.patches.sglang.dumps import Dump
 from eagle3_data.patches.sglang.rows import Segment
 from eagle3_data.patches.sglang.states import BatchStates
@@ -79,14 +81,58 @@ def test_largest_values_are_finite() -> None:
 
 def test_a_prompt_without_host_memory_fails_alone_and_memory_comes_back() -> None:
     copier = Copier("cpu", 8 * ALIGN)
-    batch = states(30, 2)
-    first, second = copier.copy(batch, [segment("a", 0, 10, 0), segment("b", 10, 20, 1)])
+    batch = states(90, 2)
+    first, second = copier.copy(batch, [segment("a", 0, 10, 0), segment("b", 10, 80, 1)])
     assert first is not None
     assert second is None
     first.release()
     first.release()  # harmless
     assert copier.arena.free_bytes() == 8 * ALIGN
     assert copier.copy(batch, [segment("c", 0, 10, 0)])[0] is not None
+
+
+def test_prompts_of_a_batch_share_memory_until_the_last_lets_go() -> None:
+    copier = Copier("cpu", 64 * ALIGN)
+    copied = copier.copy(states(30, 3), [segment(n, 10 * i, 10, i) for i, n in enumerate("abc")])
+    free = copier.arena.free_bytes()
+    for rows in copied[:2]:
+        assert rows is not None
+        rows.release()
+        rows.release()
+        assert copier.arena.free_bytes() == free
+    assert copied[2] is not None
+    copied[2].release()
+    assert copier.arena.free_bytes() == 64 * ALIGN
+
+
+def test_copies_are_made_per_batch_and_not_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs the scheduler thread time: 32 prompts of 256 tokens are one batch."""
+    made: list[int] = []
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *a, **k: (made.append(len(self)), copy(self, *a, **k))[1])
+    copier = Copier("cpu", 1 << 20)
+    assert None not in copier.copy(states(320, 32), [segment(str(i), 10 * i, 10, i) for i in range(32)])
+    assert made == [320, 320, 320, 32]
+    made.clear()
+    gap = [segment("a", 0, 10, 0), segment("b", 20, 10, 2), segment("c", 30, 10, 3)]  # the second prompt is foreign
+    assert None not in copier.copy(states(40, 4), gap)
+    assert made == [10, 10, 10, 1, 20, 20, 20, 2]
+
+
+@pytest.mark.parametrize("device", ["cpu", "faked"])
+def test_memory_comes_back_when_the_device_has_none_to_stage_in(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = Copier("cpu", 64 * ALIGN)
+    if device == "faked":
+        fake_device(copier, monkeypatch, [])
+
+    def out_of_memory(*_args: object, **_named: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Staged, "of", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            copier.copy(states(30, 1), [segment("a", 0, 30, 0)], FakeStream())
+    assert copier.arena.free_bytes() == 64 * ALIGN
 
 
 def test_memory_of_an_unfinished_copy_waits_for_it() -> None:
@@ -132,6 +178,32 @@ class FakeStream:
         self.waited.append(event)
 
 
+def fake_device(
+    copier: Copier,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: list[object],
+    at_the_first: Callable[[], None] = lambda: None,
+) -> FakeStream:
+    """Let a CPU's copier use streams; the events recorded go into `recorded`."""
+
+    class FakeEvent:
+        def record(self, _stream: object) -> None:
+            if not recorded:
+                at_the_first()
+            recorded.append(self)
+
+        def synchronize(self) -> None: ...
+        def query(self) -> bool:
+            return True
+
+    own = FakeStream()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _tensor, _stream: None)
+    module = SimpleNamespace(Event=lambda **_named: FakeEvent(), stream=lambda _stream: contextlib.nullcontext())
+    monkeypatch.setattr(copier, "_module", module)
+    monkeypatch.setattr(copier, "_stream", own)
+    return own
+
+
 @pytest.mark.parametrize("listed", [False, True])
 def test_the_next_forward_waits_for_the_reading_and_not_for_the_way_to_the_host(
     listed: bool, monkeypatch: pytest.MonkeyPatch
@@ -145,28 +217,18 @@ def test_the_next_forward_waits_for_the_reading_and_not_for_the_way_to_the_host(
     wanted_aux, wanted_last = packed[2:9].clone(), batch.last[2:9].clone()
     assert batch.logits is not None
     wanted_token = int(batch.logits[1].argmax())
-    copier, producer, own = Copier("cpu", 1 << 20), FakeStream(), FakeStream()
+    copier, producer = Copier("cpu", 1 << 20), FakeStream()
     copier.arena.memory.zero_()
     recorded: list[object] = []
     touched_at_first: list[bool] = []
 
-    class FakeEvent:
-        def record(self, _stream: object) -> None:
-            if not recorded:
-                touched_at_first.append(bool(copier.arena.memory.any()))
-                for tensor in (*(batch.aux if isinstance(batch.aux, list) else [batch.aux]), batch.last, batch.logits):
-                    assert tensor is not None
-                    tensor.fill_(float("nan"))
-            recorded.append(self)
+    def at_the_first() -> None:
+        touched_at_first.append(bool(copier.arena.memory.any()))
+        for tensor in (*(batch.aux if isinstance(batch.aux, list) else [batch.aux]), batch.last, batch.logits):
+            assert tensor is not None
+            tensor.fill_(float("nan"))
 
-        def synchronize(self) -> None: ...
-        def query(self) -> bool:
-            return True
-
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _tensor, _stream: None)
-    module = SimpleNamespace(Event=lambda **_named: FakeEvent(), stream=lambda _stream: contextlib.nullcontext())
-    monkeypatch.setattr(copier, "_module", module)
-    monkeypatch.setattr(copier, "_stream", own)
+    own = fake_device(copier, monkeypatch, recorded, at_the_first)
     (rows,) = copier.copy(batch, [segment("a", 2, 7, 1)], producer)
     assert own.waited == [producer]
     assert producer.waited == recorded[:1]

@@ -75,6 +75,23 @@ def test_a_prefill_graph_that_wins_over_the_flag_is_refused() -> None:
         assert hook_refusals({"device": "cuda", "disable_cuda_graph": True, "cuda_graph_config": config})
 
 
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"tp_size": 2}, True),
+        ({"tp_size": 1}, False),
+        ({"tp_size": 2, "enable_dp_attention": True}, False),  # SGLang never fuses there
+        ({"tp_size": 2, "flashinfer_allreduce_fusion_backend": None}, False),
+        ({"tp_size": 2, "flashinfer_allreduce_fusion_backend": None, "enable_aiter_allreduce_fusion": True}, True),
+    ],
+)
+def test_hooks_need_the_ranks_sums_where_they_belong(change: dict[str, Any], refused: bool) -> None:
+    """Of 0.5.17's gpt-oss on two Hopper GPUs rank 0 would capture its own share of every sum."""
+    args = {"device": "cuda", "disable_cuda_graph": True, "flashinfer_allreduce_fusion_backend": "auto", **change}
+    problems = hook_refusals(args)
+    assert ["--enforce-disable-flashinfer-allreduce-fusion" in problem for problem in problems] == [True] * refused
+
+
 def test_ranks_on_several_nodes_need_a_spool_that_they_share() -> None:
     config = SpoolConfig()
     assert node_refusals({"nnodes": 2, "dp_size": 1}, config) == []  # one rank writes, on the first node

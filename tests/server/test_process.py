@@ -39,7 +39,10 @@ def test_commands() -> None:
     assert "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3 --max-running-requests 512" in gpu
     assert gpu.endswith("--trust-remote-code")
     assert "cpu" not in gpu
+    assert "fusion" not in gpu
     assert "speculative" not in text(GPU, native=False)
+    assert "--enforce-disable-flashinfer-allreduce-fusion" in text(GPU, native=False)
+    assert "fusion" not in text(dataclasses.replace(GPU, tp=1), native=False)
     cpu = text(dataclasses.replace(GPU, device="cpu", dtype="float32"))
     assert "--device cpu --attention-backend torch_native" in cpu
     assert "--dtype float32" in cpu

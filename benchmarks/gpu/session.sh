@@ -8,7 +8,7 @@ cd "$(dirname "$0")/../.." || exit 1
 . benchmarks/gpu/setup.sh "$1"
 results=$2 prompts=$3 work=/dev/shm/eagle3-study
 mkdir -p "$results"
-mount -o remount,size=75% /dev/shm
+mount -o remount,size=180G /dev/shm # a limit, not a reservation; a share would be of what memory the host has grown to by now
 
 measure() { # GPUS NAME[:PART] [argument ...]: results in NAME.PART.json
     local gpus=$1 name=${2%:*} out=$results/${2/:/.} began=$SECONDS

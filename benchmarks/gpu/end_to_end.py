@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from study import Served, Study, study_parser
@@ -75,23 +76,28 @@ def capture(study: Study, names: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = study_parser(__doc__)
-    parser.add_argument("--answers", type=int, default=4000, help="questions answered for training")
+    parser.add_argument("--answers", type=int, default=3000, help="questions answered for training")
     parser.add_argument("--samples", type=int, default=2, help="answers per question")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of the evaluation")
     parser.add_argument("--encodings", default="bf16,fp8,topk64", help="that are built; `encodings.py` trains on them")
-    study = Study(parser.parse_args(), "end_to_end")
-    study.stage("answer", lambda: answer(study))
-    study.stage("build", lambda: capture(study, study.options.encodings.split(",")))
-    study.stage("train", lambda: study.train(study.work / "data.bf16", "run.bf16"))
+    parser.add_argument("--stages", default="answer,build,train,evaluate", help="that are gone through")
+    options = parser.parse_args()
+    study = Study(options, "end_to_end")
     draft = study.work / "run.bf16" / "draft"
     served = [
         Served("plain"),
         Served("chain", draft),
-        Served("long chain", draft, draft_tokens=study.options.ttt_steps - 1),
+        Served("long chain", draft, draft_tokens=options.ttt_steps - 1),
         Served("tree", draft, tree=True),
     ]
-    evaluate = lambda: study.evaluate(*served, in_flight=study.options.evaluate_at, repeats=study.options.repeats)  # noqa: E731
-    study.stage("evaluate", evaluate)
+    stages: dict[str, Callable[[], dict[str, Any]]] = {
+        "answer": lambda: answer(study),
+        "build": lambda: capture(study, options.encodings.split(",")),
+        "train": lambda: study.train(study.work / "data.bf16", "run.bf16"),
+        "evaluate": lambda: study.evaluate(*served, in_flight=options.evaluate_at, repeats=options.repeats),
+    }
+    for name in options.stages.split(","):
+        study.stage(name, stages[name])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 #!/bin/bash
-# Every GPU benchmark once, on a host with two GPUs:  bash benchmarks/gpu/session.sh CARRIED RESULTS PROMPTS  (35 minutes)
+# Every GPU benchmark once:  bash benchmarks/gpu/session.sh CARRIED RESULTS PROMPTS  (35 minutes on two GPUs)
 # or some:  ONLY="parallel end_to_end rival" bash ...  Nothing that is timed shares a GPU.
 # Starts what needs no weights at once and waits for the model's parts, which later calls of setup.sh may bring.
 # Started with setsid it outlives the call. RESULTS/NAME.log tells how each is doing, RESULTS/over.log which have ended,
 # RESULTS/over that all have. OVERHEAD: other arguments for overhead.py. STUDY: arguments for end_to_end, rival, encodings.
+# On one GPU what needs two is left out, and trainings whose acceptance alone counts run side by side: read no rates there.
 cd "$(dirname "$0")/../.." || exit 1
 . benchmarks/gpu/setup.sh "$1"
 results=$2 prompts=$3 work=/dev/shm/eagle3-study
@@ -22,6 +23,19 @@ study() { measure "$1" "$2" --work "$work" --prompts "$prompts" $STUDY "${@:3}";
 
 ended() { until [ -e "$work/end_to_end.$1.done" ]; do sleep 1; done; }
 
+if [ "$(nvidia-smi -L | wc -l)" = 1 ]; then
+    until [ -e "$E3D_HOME/model/.ready" ]; do sleep 1; done
+    study 0 end_to_end --stages answer,build,train
+    study 0 rival &
+    study 0 encodings
+    wait
+    study 0 end_to_end
+    measure 0 overhead --minutes 7 ${OVERHEAD:---soak 10000}
+    measure 0 architectures
+    measure 0 fidelity --prompts "$prompts"
+    touch "$results/over"
+    exit
+fi
 measure 0,1 parallel &
 untimed=$!
 (

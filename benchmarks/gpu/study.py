@@ -118,7 +118,9 @@ class Study:
         more: tuple[str, ...] = ()
         if served is not None:
             most = max(self.options.evaluate_at)
-            more = ("--max-running-requests", str(most), *(() if self.host.cpu else ("--max-total-tokens", "200000")))
+            more = ("--max-running-requests", str(most))
+            if not self.host.cpu:  # what others take while it starts must not leave it without a cache
+                more += ("--max-total-tokens", "200000", "--mem-fraction-static", "0.8")
         else:
             most = self.options.in_flight
         if not self.host.cpu:

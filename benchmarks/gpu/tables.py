@@ -130,12 +130,16 @@ def evaluations_of(where: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[st
 
 
 def evaluation(found: dict[str, Any]) -> str:
-    text = f"{found['tokens_per_s']:,.0f} tok/s"
+    parts = []
     if "acceptance_length" in found:
-        text = f"acceptance length {found['acceptance_length']:.2f}, {text}"
+        parts.append(f"acceptance length {found['acceptance_length']:.2f}")
+    if "tokens_per_s" in found:
+        parts.append(f"{found['tokens_per_s']:,.0f} tok/s")
     if "speedup" in found:
-        text += f" ({found['speedup']:.2f}x of no draft), {found['equal_answers']} of {found['prompts']} answers equal"
-    return text
+        parts.append(f"{found['speedup']:.2f}x of no draft")
+    if "equal_answers" in found:
+        parts.append(f"{found['equal_answers']} of {found['prompts']} answers equal")
+    return ", ".join(parts)
 
 
 def shown(key: str, value: Any) -> str:

@@ -1,7 +1,8 @@
-"""One dump file: written under a hidden name, rows in order, header last, renamed when every row is there.
+"""One dump file: written under a hidden name, rows in order, renamed when every row is there.
 
 T tokens, L aux layers, W width. Rows are `pwrite`n at their place, so chunks need no concatenation, and never through a
-memory map: on a full tmpfs that is a bus error in SGLang's scheduler.
+memory map: on a full tmpfs that is a bus error in SGLang's scheduler. Each system call gives Python's lock away and
+takes it again, which the scheduler beside feels: a prompt in one piece is one write.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import os
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,26 +84,43 @@ class DumpForm:
         checksum: str,
         reserve: int = 0,
     ) -> bytes:
-        """The header of a dump; see `safetensors_header`."""
-        meta = DumpMeta(
-            rid=rid,
-            tokens=tokens,
-            ids_digest=ids_digest,
-            layers=self.layers,
-            width=self.width,
-            dtype=self.dtype,
-            norm=self.norm,
-            next_token=next_token,
-            finite=finite,
-            checksum=checksum,
-            instance=self.instance,
-        )
+        """The header of a dump; see `safetensors_header`.
+
+        Most of it is every dump's: made anew, JSON would take longer than all the rest of a short dump.
+        """
+        strings = _shared_strings(self) | {
+            "rid": f'"{rid}"',
+            "tokens": str(tokens),
+            "ids_digest": f'"{ids_digest}"',
+            "next_token": str(next_token),
+            "finite": "true" if finite else "false",
+            "checksum": f'"{checksum}"',
+        }
         tensors = dump_tensors(tokens=tokens, num_aux=len(self.layers), width=self.width, dtype=self.dtype)
-        return safetensors_header(tensors, meta.to_strings(), reserve=reserve)
+        return safetensors_header(tensors, strings, reserve=reserve)
 
     def header_bytes(self, rid: str) -> int:
-        """What no header of a dump with an id of this length exceeds. Made once: JSON takes long beside a scheduler."""
+        """What no header of a dump with an id of this length exceeds."""
         return _longest_header(self, len(rid))
+
+
+@functools.lru_cache(maxsize=8)
+def _shared_strings(form: DumpForm) -> dict[str, str]:
+    """Metadata of any dump of this form; its own fields are put in their places."""
+    meta = DumpMeta(
+        rid="",
+        tokens=0,
+        ids_digest="",
+        layers=form.layers,
+        width=form.width,
+        dtype=form.dtype,
+        norm=form.norm,
+        next_token=0,
+        finite=False,
+        checksum="",
+        instance=form.instance,
+    )
+    return meta.to_strings()
 
 
 @functools.lru_cache(maxsize=64)
@@ -154,7 +173,6 @@ class DumpFile:
         self._file = os.open(self._hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
         try:
             os.fchmod(self._file, MODE)  # the umask does not decide who may read the spool
-            os.posix_fallocate(self._file, 0, self._ids_at + 4 * tokens)  # a full disk shows now, not in the middle
         except OSError:
             self.discard()
             raise
@@ -163,18 +181,34 @@ class DumpFile:
         """Write the next rows; `start` must be the number of rows written so far."""
         if start != self.written:
             raise AssertionError(f"{self._rid}: rows from {start} after {self.written}")
-        _pwrite(self._file, rows.aux, self._reserve + start * self._aux_row)
-        _pwrite(self._file, rows.last, self._last_at + start * self._last_row)
+        self._see(rows)
+        if self.written == len(self._ids) and start == 0:  # the whole prompt: one call, one turn with Python's lock
+            pieces = [memoryview(self._header(rows.next_token())), rows.aux, rows.last, self._id_bytes()]
+            _pwrite(self._file, pieces, 0)
+            self._close()
+            return
+        if start == 0:
+            os.posix_fallocate(self._file, 0, self._ids_at + 4 * len(self._ids))  # a full disk shows now, not half way
+        _pwrite(self._file, [rows.aux], self._reserve + start * self._aux_row)
+        _pwrite(self._file, [rows.last], self._last_at + start * self._last_row)
+        if self.written == len(self._ids):
+            _pwrite(self._file, [self._id_bytes()], self._ids_at)
+            _pwrite(self._file, [memoryview(self._header(rows.next_token()))], 0)
+            self._close()
+
+    def publish(self) -> None:
+        """Give the whole file its name: a reader never sees less."""
+        os.rename(self._hidden, self._final)
+
+    def _see(self, rows: HostRows) -> None:
         self._sums[0].update(rows.aux)
         self._sums[1].update(rows.last)
         self._finite &= rows.finite()
         self.written += len(rows.last) // self._last_row
 
-    def finish(self, next_token: int) -> None:
-        """Ids, then the header, then the name: a reader never sees less than the whole."""
-        _pwrite(self._file, memoryview(self._ids).cast("B"), self._ids_at)
+    def _header(self, next_token: int) -> bytes:
         aux, last = self._sums
-        header = self._form.header(
+        return self._form.header(
             self._rid,
             len(self._ids),
             ids_digest=ids_digest(self._ids),
@@ -183,17 +217,19 @@ class DumpFile:
             checksum=f"{aux.hexdigest()}:{last.hexdigest()}",
             reserve=self._reserve,
         )
-        _pwrite(self._file, memoryview(header), 0)
-        os.close(self._file)
-        self._file = -1
-        os.rename(self._hidden, self._final)
+
+    def _id_bytes(self) -> memoryview:
+        return memoryview(self._ids).cast("B")
+
+    def _close(self) -> None:
+        file, self._file = self._file, -1
+        os.close(file)
 
     def discard(self) -> None:
         """Close and remove the hidden file; never raises."""
         with contextlib.suppress(OSError):
             if self._file >= 0:
-                os.close(self._file)
-        self._file = -1
+                self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._hidden)
 
@@ -205,7 +241,7 @@ def write_error(spool: Path, error: DumpError) -> bool:
         file = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
         try:
             os.fchmod(file, MODE)
-            _pwrite(file, memoryview(error.to_json().encode()), 0)
+            _pwrite(file, [memoryview(error.to_json().encode())], 0)
         finally:
             os.close(file)
         os.rename(hidden, spool / f"{error.rid}{ERROR_SUFFIX}")
@@ -216,7 +252,13 @@ def write_error(spool: Path, error: DumpError) -> bool:
     return True
 
 
-def _pwrite(file: int, data: memoryview, at: int) -> None:
-    while data:
-        done = os.pwrite(file, data, at)  # at most 2 GiB a call
-        data, at = data[done:], at + done
+def _pwrite(file: int, pieces: Sequence[memoryview], at: int) -> None:
+    """Write the pieces one after the other from `at` on."""
+    left = [piece for piece in pieces if piece]
+    while left:
+        done = os.pwritev(file, left, at)  # at most 2 GiB a call
+        at += done
+        while left and done >= len(left[0]):
+            done -= len(left.pop(0))
+        if left:
+            left[0] = left[0][done:]

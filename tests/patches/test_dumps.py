@@ -1,11 +1,14 @@
-"""The gap that is left for a dump's header holds every header."""
+"""A dump's header says what its fields are, and fits the gap that was left for it."""
 
 from __future__ import annotations
+
+import json
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3_data.patches.sglang.dumps import DumpForm
+from eagle3_data.protocol import DumpMeta
 
 FORM = DumpForm(layers=(1, 29, 57), width=7168, dtype="bfloat16", instance="0" * 16)
 
@@ -16,7 +19,7 @@ FORM = DumpForm(layers=(1, 29, 57), width=7168, dtype="bfloat16", instance="0" *
     next_token=st.integers(-1, 2**31 - 1),
     finite=st.booleans(),
 )
-def test_every_header_fits_the_gap(rid: str, tokens: int, next_token: int, finite: bool) -> None:
+def test_every_header_says_what_is_so_and_fits_the_gap(rid: str, tokens: int, next_token: int, finite: bool) -> None:
     gap = FORM.header_bytes(rid)
     header = FORM.header(
         rid,
@@ -29,3 +32,18 @@ def test_every_header_fits_the_gap(rid: str, tokens: int, next_token: int, finit
     )
     assert len(header) == gap
     assert gap % 64 == 0
+    found = json.loads(header[8:])
+    assert DumpMeta.from_strings(found["__metadata__"]) == DumpMeta(
+        rid=rid,
+        tokens=tokens,
+        ids_digest="a" * 32,
+        layers=FORM.layers,
+        width=FORM.width,
+        dtype=FORM.dtype,
+        norm="post",
+        next_token=next_token,
+        finite=finite,
+        checksum=f"{'b' * 32}:{'c' * 32}",
+        instance=FORM.instance,
+    )
+    assert found["aux_hidden_states"]["shape"] == [tokens, 3 * 7168]

@@ -108,6 +108,29 @@ def test_a_prompt_in_chunks_becomes_one_whole_dump(make_pool: MakePool, tmp_path
     assert (pool.counters.backlog_bytes, names(tmp_path)) == (0, [path.name])
 
 
+@pytest.mark.parametrize("most", [1, 7, 100, 1 << 20])
+def test_a_prompt_in_one_piece_is_one_write_or_as_many_as_the_system_makes_of_it(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    real, calls = os.pwritev, []
+
+    def some(file: int, pieces: list[memoryview], at: int) -> int:
+        calls.append(at)
+        return real(file, [pieces[0][:most]] if most < 1 << 20 else pieces, at)
+
+    monkeypatch.setattr(os, "pwritev", some)
+    pool, one, rows = make_pool(), dump("a", 6), Rows(6, 5, next_token=3)
+    pool.add(one, 0, rows)
+    path = tmp_path / "e3d-r-a-0.safetensors"
+    settled(path.exists)
+    meta, tensors = read_dump(path)
+    assert (meta.tokens, meta.next_token) == (6, 3)
+    assert torch.equal(tensors[AUX], rows.aux_t)
+    assert torch.equal(tensors[LAST], rows.last_t)
+    assert tensors[IDS].tolist() == list(one.ids)
+    assert (len(calls) == 1) == (most == 1 << 20)
+
+
 def test_one_bad_chunk_marks_the_whole_dump(make_pool: MakePool, tmp_path: Path) -> None:
     pool, one = make_pool(), dump("a", 4)
     pool.add(one, 0, Rows(2, finite=False))
@@ -123,9 +146,12 @@ def error_of(tmp_path: Path, name: str) -> DumpError:
     return DumpError.from_json(path.read_text())
 
 
-@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "rename"])
+@pytest.mark.parametrize(
+    ("call", "chunks"),
+    [("posix_fallocate", 2), ("pwritev", 2), ("rename", 2), ("pwritev", 1), ("rename", 1), ("fchmod", 1)],
+)
 def test_a_full_disk_is_an_error_record_and_the_next_prompt_works(
-    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, chunks: int
 ) -> None:
     pool, real, failed = make_pool(), getattr(os, call), []
 
@@ -136,9 +162,9 @@ def test_a_full_disk_is_an_error_record_and_the_next_prompt_works(
         return real(*args)
 
     monkeypatch.setattr(os, call, full_once)
-    first, rows = dump("a", 4), [Rows(2), Rows(2)]
-    pool.add(first, 0, rows[0])
-    pool.add(first, 2, rows[1])
+    first, rows = dump("a", 4), [Rows(4 // chunks) for _ in range(chunks)]
+    for place, part in enumerate(rows):
+        pool.add(first, place * 2, part)
     record = error_of(tmp_path, "a")
     assert (record.reason, record.instance) == ("disk", "test")
     assert "No space left" in record.detail
@@ -147,6 +173,15 @@ def test_a_full_disk_is_an_error_record_and_the_next_prompt_works(
     settled((tmp_path / "e3d-r-b-0.safetensors").exists)
     assert names(tmp_path) == ["e3d-r-a-0.error.json", "e3d-r-b-0.safetensors"]
     assert (pool.counters.failed, pool.counters.backlog_bytes) == (1, 0)
+
+
+def test_a_dump_takes_the_place_of_an_earlier_error_record(make_pool: MakePool, tmp_path: Path) -> None:
+    pool, first = make_pool(), dump("a", 2)
+    pool.fail(first, "aborted", "the request was aborted")
+    error_of(tmp_path, "a")
+    pool.add(dump("a", 2), 0, Rows(2))
+    settled((tmp_path / "e3d-r-a-0.safetensors").exists)
+    settled(lambda: names(tmp_path) == ["e3d-r-a-0.safetensors"])
 
 
 def test_a_spool_that_takes_nothing_does_not_stop_the_writers(

@@ -1,0 +1,114 @@
+"""What capture costs SGLang's scheduler thread apart from the GPU: its own work, and waiting for Python's lock.
+
+    python -m benchmarks.capture_cost [--prompts 16] [--tokens 256] [--width 64] [--batches 200] [--out FILE]
+
+The plugin's copier and writers, without SGLang: batches of states in ordinary memory, dumps written into tmpfs and
+removed. States are narrow, so that Python's part shows and not the memory's. Per prompt:
+
+    asked    seconds of the calling thread from a batch to its copies being queued (on a GPU copies are only launched)
+    slowed   seconds that a thread which does nothing but compute in Python loses while the writers work
+
+Medians over the batches; `slowed` is against the same loop without writers, before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from array import array
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from eagle3_data.patches.sglang.copier import Copier
+from eagle3_data.patches.sglang.dumps import Dump, DumpForm
+from eagle3_data.patches.sglang.pool import WriterPool
+from eagle3_data.patches.sglang.rows import Segment
+from eagle3_data.patches.sglang.states import BatchStates
+from eagle3_data.protocol import SpoolConfig
+
+LAYERS, VOCAB = 3, 1000
+
+
+@dataclass(frozen=True)
+class Cost:
+    asked_us: float
+    slowed_us: float
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace, spool: Path) -> None:
+        self.options, self.spool = options, spool
+        form = DumpForm(layers=(1, 2, 3), width=options.width, dtype="bfloat16", instance="0" * 16)
+        self.pool = WriterPool(spool, SpoolConfig(high_water_bytes=8 << 30), form)
+        self.copier = Copier("cpu", 512 << 20)
+        rows = options.prompts * options.tokens
+        aux = [torch.randn(rows, options.width).bfloat16() for _ in range(LAYERS)]
+        last = torch.randn(rows, options.width).bfloat16()
+        self.states = BatchStates(aux, last, torch.randn(options.prompts, VOCAB))
+        self.ids = array("i", range(options.tokens))
+
+    def ask(self, batch: int) -> float:
+        """Queue a batch; seconds of this thread's time per prompt."""
+        n, tokens = self.options.prompts, self.options.tokens
+        done = SimpleNamespace(finished=lambda: False)
+        dumps = [Dump(f"e3d-bench-{batch:06d}{i:06d}-0", self.ids, done) for i in range(n)]
+        segments = [Segment(dump, i * tokens, 0, tokens, i, True) for i, dump in enumerate(dumps)]
+        began = time.thread_time()
+        for segment, rows in zip(segments, self.copier.copy(self.states, segments), strict=True):
+            assert rows is not None
+            self.pool.add(segment.dump, 0, rows)
+        return (time.thread_time() - began) / n
+
+    def compute(self) -> float:
+        """Seconds of a loop in Python alone: the scheduler's part of the interpreter."""
+        began, total = time.perf_counter(), 0
+        for i in range(60_000):
+            total += i * i
+        return time.perf_counter() - began
+
+    def batch(self, number: int) -> tuple[float, float]:
+        written = self.pool.counters.written
+        alone = self.compute()
+        asked = self.ask(number)
+        beside, loops = 0.0, 0
+        while self.pool.counters.written < written + self.options.prompts:
+            beside += self.compute()
+            loops += 1
+        for path in self.spool.glob("e3d-*"):
+            path.unlink()
+        alone = (alone + self.compute()) / 2
+        return asked, (beside - loops * alone) / self.options.prompts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=16, help="of one batch")
+    parser.add_argument("--tokens", type=int, default=256, help="of one prompt")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    spool = Path(tempfile.mkdtemp(prefix="eagle3-bench-", dir=options.memory))
+    try:
+        bench = Bench(options, spool)
+        pairs = [bench.batch(number) for number in range(options.batches)][options.batches // 10 :]
+        bench.pool.close()
+    finally:
+        shutil.rmtree(spool)
+    cost = Cost(*(1e6 * statistics.median(values) for values in zip(*pairs, strict=True)))
+    print(f"asked {cost.asked_us:.0f} us a prompt, another thread slowed by {cost.slowed_us:.0f} us a prompt")
+    if options.out is not None:
+        options.out.write_text(json.dumps(asdict(cost)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -121,9 +121,9 @@ class Copier:
         blocks = [run.block for run in runs if run.block is not None]
         if not blocks:
             return [None] * len(segments)
-        done = (
-            None if self._module is None else self._module.Event(blocking=True)
-        )  # a waiting writer sleeps, never spins
+        done = None
+        if self._module is not None:
+            done = self._module.Event(blocking=True)  # a waiting writer sleeps, never spins
         try:
             return self._copy(states, segments[-1].offset + segments[-1].rows, runs, producer, done)
         except BaseException:  # the device may be out of memory for the staged rows

@@ -86,7 +86,8 @@ class DumpForm:
     ) -> bytes:
         """The header of a dump; see `safetensors_header`.
 
-        Most of it is every dump's: made anew, JSON would take longer than all the rest of a short dump.
+        Most of it is every dump's: made anew, JSON would take longer than all the rest of a short dump. What is its own
+        needs no escapes: an id has the form of `protocol.RID`.
         """
         strings = _shared_strings(self) | {
             "rid": f'"{rid}"',

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3_data.errors import ServerUnfit
+from eagle3_data.errors import ConfigError, Eagle3Error, ServerUnfit
 from eagle3_data.server.client import Sampling, ServerClient
 from eagle3_data.server.command import Device, ServerConfig
 from eagle3_data.server.process import ServerProcess
@@ -152,14 +152,19 @@ async def measure(
     expect_draft: bool,
     on_answer: Callable[[int, int], None] | None = None,
 ) -> Measured:
-    """Send all prompts, at most `concurrency` at once. Raises ServerUnfit when a draft is expected and none is used."""
+    """Send all prompts, at most `concurrency` at once.
+
+    Raises ConfigError when there are none, ServerUnfit when a draft is expected and none is used.
+    """
+    if not prompts:
+        raise ConfigError("there is no prompt to measure with", next="--limit of at least 1, or a file with prompts")
     sampling = Sampling(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     gate, done = asyncio.Semaphore(config.concurrency), 0
     async with ServerClient(url, api_key=config.api_key) as client:
         # a server's first batches compile and allocate; they are not timed
-        warm = Sampling(max_new_tokens=WARM_TOKENS, temperature=config.temperature)
-        some = prompts[: config.concurrency]
-        await asyncio.gather(*(client.generate(prompt.input_ids, sampling=warm) for prompt in some))
+        warm = Sampling(max_new_tokens=min(WARM_TOKENS, config.max_new_tokens), temperature=config.temperature)
+        some = [prompt.input_ids[::-1] for prompt in prompts[: config.concurrency]]  # a prefix cache must not know them
+        await asyncio.gather(*(client.generate(ids, sampling=warm) for ids in some))
 
         async def ask(prompt: EvalPrompt) -> Answer:
             nonlocal done
@@ -207,7 +212,10 @@ def running_limit(url: str, config: EvalConfig) -> int | None:
 
     async def ask() -> int | None:
         async with ServerClient(url, api_key=config.api_key) as client:
-            states = (await client.server_info()).get("internal_states") or []
+            try:
+                states = (await client.server_info()).get("internal_states") or []
+            except Eagle3Error:  # some way in between passes on /generate alone; this is a hint, no need
+                return None
         limits = [int(n) for state in states if (n := state.get("effective_max_running_requests_per_dp"))]
         return sum(limits) or None
 

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Every GPU benchmark once:  bash benchmarks/gpu/session.sh CARRIED RESULTS PROMPTS  (35 minutes on two GPUs)
-# or some:  ONLY="parallel end_to_end rival" bash ...  Nothing that is timed shares a GPU.
+# or some:  ONLY="parallel end_to_end rival" bash ...
+# Nothing whose rate counts shares a GPU; answering and building do, with `parallel`.
 # Starts what needs no weights at once and waits for the model's parts, which later calls of setup.sh may bring.
 # Started with setsid it outlives the call. RESULTS/NAME.log tells how each is doing, RESULTS/over.log which have ended,
 # RESULTS/over that all have. OVERHEAD: other arguments for overhead.py. STUDY: arguments for end_to_end, rival, encodings.
@@ -15,7 +16,7 @@ measure() { # GPUS NAME[:PART] [argument ...]: results in NAME.PART.json
     local gpus=$1 name=${2%:*} out=$results/${2/:/.} began=$SECONDS
     shift 2
     [[ " ${ONLY:-$name} " == *" $name "* ]] || return 0
-    CUDA_VISIBLE_DEVICES=$gpus timeout 1200 python3 "benchmarks/gpu/$name.py" --out "$out.json" "$@" > "$out.log" 2>&1
+    CUDA_VISIBLE_DEVICES=$gpus timeout 1200 python3 "benchmarks/gpu/$name.py" --out "$out.json" "$@" >> "$out.log" 2>&1
     echo "$(basename "$out"): exit code $? after $((SECONDS - began)) s, at $SECONDS s" | tee -a "$results/over.log"
 }
 
@@ -42,9 +43,10 @@ untimed=$!
     tail --pid=$untimed -f /dev/null
     measure 0 overhead --minutes 7 ${OVERHEAD:---soak 10000}
     [[ " ${ONLY:-encodings} " == *" encodings "* ]] && ended build
-    study 0 encodings:topk64 --encodings topk64
+    study 0 encodings:topk64 --encodings topk64 --stages train
     [[ " ${ONLY:-rival} " == *" rival "* ]] && ended train
     study 0 rival
+    study 0 encodings:topk64 --encodings topk64
 ) &
 (
     measure 1 architectures

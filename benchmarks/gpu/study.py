@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -208,7 +209,9 @@ class Study:
 
     def heldout(self) -> list[EvalPrompt]:
         path = self.work / "heldout.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in self.heldout_rows[: self.options.heldout]))
+        hidden = path.with_suffix(f".{os.getpid()}")  # several studies may be at work here
+        hidden.write_text("".join(json.dumps(row) + "\n" for row in self.heldout_rows[: self.options.heldout]))
+        hidden.rename(path)
         return read_prompts(path, str(self.model), trust_remote_code=False, limit=None)
 
     def evaluate(self, *served: Served, in_flight: list[int], repeats: int) -> dict[str, Any]:

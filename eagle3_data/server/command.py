@@ -21,8 +21,9 @@ Device = Literal["auto", "cpu", "cuda"]
 
 NATIVE = (0, 5, 23)
 """First SGLang that captures by itself when told to; before it, the plugin hooks in."""
-CAPTURING_REQUESTS = 512
-"""At once in a capturing server: one that is told to speculate, as native capture is, takes 48 by itself."""
+CAPTURING_REQUESTS = 128
+"""At once in a capturing server: one that is told to speculate, as native capture is, takes 48 by itself. Not more
+than fill a batch, since targets with linear attention (Qwen3-Next) reserve a state of tens of MB for each."""
 PORTS = range(20_000, 32_000)
 """Below Linux's ephemeral ports, and with room for the ports that SGLang derives by adding to this one."""
 

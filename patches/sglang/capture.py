@@ -89,7 +89,7 @@ class Capture:
         pool: WriterPool,
     ) -> None:
         try:
-            states = self._states(result, sum(batch.extend_lens))
+            states = self._states(result, sum(batch.extend_lens), len(batch.reqs))
             copied = copier.copy(states, segments, _stream(scheduler, self.facts.device))
         except Exception as error:
             for segment in segments:
@@ -103,9 +103,11 @@ class Capture:
             else:
                 pool.add(segment.dump, segment.start, rows)
 
-    def _states(self, result: Any, rows: int) -> BatchStates:
+    def _states(self, result: Any, rows: int, requests: int) -> BatchStates:
         """The batch's states, checked against the form that every dump of this server promises."""
         states = self.path.states(result)
+        if states is not None and states.logits is not None and len(states.logits) < requests:
+            raise ValueError(f"logits of {len(states.logits)} requests, and {requests} are in the batch")
         if states is None:
             raise LookupError("SGLang's result holds no states (was a prefill CUDA graph replayed?)")
         aux = states.aux if isinstance(states.aux, Tensor) else states.aux[0]

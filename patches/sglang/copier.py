@@ -51,6 +51,10 @@ class CopiedRows:
             self._block.let_go()
 
 
+SHARED_PARTS = 16
+"""No block that prompts share is larger than such a part of the arena."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Segments that lie one after the other in the batch, and where they go."""
@@ -132,12 +136,16 @@ class Copier:
             raise
 
     def _place(self, segments: Sequence[Segment], row: int) -> list[Run]:
-        """One block for all, since every copy costs the scheduler thread time; halves where none is so large."""
+        """One block for many, since every copy costs the scheduler thread time; halves where there is none so large.
+
+        And where it is a good part of the arena: a prompt that waits for room in the spool keeps its whole block.
+        """
         rows = sum(segment.rows for segment in segments)
-        requests = segments[-1].index - segments[0].index + 1
-        block = self.arena.take(rows * (row + 1) + 8 * requests + 4 * ALIGN)
-        if block is not None or len(segments) == 1:
-            return [Run(segments, block)]
+        nbytes = rows * (row + 1) + 8 * (segments[-1].index - segments[0].index + 1) + 4 * ALIGN
+        if len(segments) == 1 or nbytes <= len(self.arena.memory) // SHARED_PARTS:
+            block = self.arena.take(nbytes)
+            if block is not None or len(segments) == 1:
+                return [Run(segments, block)]
         half = len(segments) // 2
         return self._place(segments[:half], row) + self._place(segments[half:], row)
 

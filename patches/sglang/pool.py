@@ -51,8 +51,6 @@ class WriterPool:
         self._new: deque[Dump] = deque()
         """Dumps with work and no file yet."""
         self._live: dict[int, Dump] = {}
-        self._failed: set[str] = set()
-        """Prompts with an error record; should one be prefilled again, the record goes."""
         self._closing = False
         self._looked, self._spool_bytes = -LOOK_S, 0
         self._swept = time.monotonic()
@@ -217,11 +215,8 @@ class WriterPool:
             self.counters.written += 1
             self._spool_bytes += dump.held_bytes
             self._forget(dump)
-            failed_before = dump.rid in self._failed
-            self._failed.discard(dump.rid)
-        if failed_before:
-            with contextlib.suppress(OSError):
-                os.unlink(self._spool / f"{dump.rid}{ERROR_SUFFIX}")
+        with contextlib.suppress(OSError):  # an earlier try of the same request may have left one
+            os.unlink(f"{self._spool}/{dump.rid}{ERROR_SUFFIX}")
 
     def _give_up(self, dump: Dump, reason: str, detail: str) -> None:
         with self._changed:
@@ -238,9 +233,7 @@ class WriterPool:
             dump.pending.clear()
             self._forget(dump)
             error = None if dump.abandoned else dump.failed
-            if error is not None:
-                self.counters.failed += 1
-                self._failed.add(dump.rid)
+            self.counters.failed += error is not None
         for rows in held:
             rows.release()
         if dump.file is not None:

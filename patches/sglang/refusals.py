@@ -111,11 +111,14 @@ def _fused_sums(args: Mapping[str, Any]) -> list[str]:
     """
     if (args.get("tp_size") or 1) == 1 or args.get("enable_dp_attention"):
         return []
-    names = ("flashinfer_allreduce_fusion_backend", "enable_aiter_allreduce_fusion")
+    ways_out = {
+        "flashinfer_allreduce_fusion_backend": "pass --enforce-disable-flashinfer-allreduce-fusion",
+        "enable_aiter_allreduce_fusion": "leave out --enable-aiter-allreduce-fusion",
+    }
     return [
         f"tensor parallel sums are fused into the next layer ({name}={args[name]}), so a layer's output would be "
-        "captured as one rank's share; pass --enforce-disable-flashinfer-allreduce-fusion"
-        for name in names
+        f"captured as one rank's share; {way_out}"
+        for name, way_out in ways_out.items()
         if args.get(name)
     ]
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eagle3_data.patches.sglang.arena import ALIGN, Arena, Block
-from eagle3_data.patches.sglang.copier import Copier, Staged, finite_rows
+from eagle3_data.patches.sglang.copier import SHARED_PARTS, Copier, Staged, finite_rows
 from eagle3_data.patches.sglang.dumps import Dump
 from eagle3_data.patches.sglang.rows import Segment
 from eagle3_data.patches.sglang.states import BatchStates
@@ -92,7 +92,7 @@ def test_a_prompt_without_host_memory_fails_alone_and_memory_comes_back() -> Non
 
 
 def test_prompts_of_a_batch_share_memory_until_the_last_lets_go() -> None:
-    copier = Copier("cpu", 64 * ALIGN)
+    copier = Copier("cpu", 1 << 20)
     copied = copier.copy(states(30, 3), [segment(n, 10 * i, 10, i) for i, n in enumerate("abc")])
     free = copier.arena.free_bytes()
     for rows in copied[:2]:
@@ -102,7 +102,18 @@ def test_prompts_of_a_batch_share_memory_until_the_last_lets_go() -> None:
         assert copier.arena.free_bytes() == free
     assert copied[2] is not None
     copied[2].release()
-    assert copier.arena.free_bytes() == 64 * ALIGN
+    assert copier.arena.free_bytes() == 1 << 20
+
+
+def test_a_prompt_that_waits_keeps_no_large_part_of_the_memory_from_others() -> None:
+    copier = Copier("cpu", 1 << 20)
+    copied = copier.copy(states(64 * 64, 64), [segment(str(i), 64 * i, 64, i) for i in range(64)])
+    whole = (1 << 20) - copier.arena.free_bytes()
+    assert whole > (1 << 20) // 4
+    for rows in copied[1:]:
+        assert rows is not None
+        rows.release()
+    assert (1 << 20) - copier.arena.free_bytes() <= (1 << 20) // SHARED_PARTS
 
 
 def test_copies_are_made_per_batch_and_not_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_commands() -> None:
     gpu = text(GPU)
     assert "--tp-size 8" in gpu
     assert "--disable-radix-cache --disable-cuda-graph" in gpu
-    assert "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3 --max-running-requests 512" in gpu
+    assert "--enable-return-aux-hidden-states --speculative-algorithm EAGLE3 --max-running-requests 128" in gpu
     assert gpu.endswith("--trust-remote-code")
     assert "cpu" not in gpu
     assert "fusion" not in gpu

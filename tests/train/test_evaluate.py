@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,7 +11,16 @@ import pytest
 from eagle3_data.errors import ConfigError, InputError
 from eagle3_data.train.compare import compare
 from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts, read_prompts
-from eagle3_data.train.evaluate import Acceptance, Answer, EvalConfig, Measured, make_report, server_config
+from eagle3_data.train.evaluate import (
+    Acceptance,
+    Answer,
+    EvalConfig,
+    Measured,
+    make_report,
+    measure,
+    running_limit,
+    server_config,
+)
 from tests.train.fakes import random_samples
 
 
@@ -80,6 +90,19 @@ def test_heldout_prompts_end_before_the_first_answer() -> None:
     data = random_samples([10, 20], width=8, vocab=50)
     prompts = heldout_prompts(data, [1], limit=None)
     assert prompts[0].input_ids == tuple(data.samples[1]["input_ids"][:10].tolist())
+
+
+def test_nothing_to_measure_and_nobody_to_ask() -> None:
+    config, nobody = EvalConfig(target="t"), "http://127.0.0.1:1"
+    with pytest.raises(ConfigError, match="no prompt"):
+        asyncio.run(measure(nobody, [], config, expect_draft=True))
+    assert running_limit(nobody, config) is None  # a hint alone: the evaluation itself says what is wrong
+
+
+def test_as_many_requests_run_at_once_as_are_sent() -> None:
+    for draft in (Path("draft"), None):
+        arguments = server_config(EvalConfig(target="t", concurrency=64), draft).extra_args
+        assert arguments[arguments.index("--max-running-requests") + 1] == "64"
 
 
 def test_server_arguments_win_last() -> None:

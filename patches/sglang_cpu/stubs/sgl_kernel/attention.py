@@ -3,6 +3,9 @@
 B requests, T new tokens, H query heads, K key-value heads, D head width. Keys and values live in pools [slots, K, D].
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -142,6 +145,16 @@ def extend_attention_cpu(
         o[start : start + count] = _attend(queries, k_buffer[slots], v_buffer[slots], scale, logit_cap, mask)
 
 
-# SGLang calls these two through torch's operator namespace.
-for _kernel in (decode_attention_cpu, extend_attention_cpu):
-    setattr(torch.ops.sgl_kernel, _kernel.__name__, _kernel)
+def _older_too(kernel: Callable[..., None], scales_at: int) -> Callable[..., None]:
+    """Take the arguments of SGLang before 0.5.23 as well, whose kernels know no scales of cached keys and values."""
+
+    def call(*args: Any) -> None:
+        known = not isinstance(args[scales_at], Tensor)
+        kernel(*(args if known else (*args[:scales_at], 1.0, 1.0, *args[scales_at:])))
+
+    return call
+
+
+# SGLang calls these two through torch's operator namespace, with arguments by place.
+torch.ops.sgl_kernel.decode_attention_cpu = _older_too(decode_attention_cpu, 3)
+torch.ops.sgl_kernel.extend_attention_cpu = _older_too(extend_attention_cpu, 6)

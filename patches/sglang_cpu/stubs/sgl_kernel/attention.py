@@ -156,5 +156,5 @@ def _older_too(kernel: Callable[..., None], scales_at: int) -> Callable[..., Non
 
 
 # SGLang calls these two through torch's operator namespace, with arguments by place.
-torch.ops.sgl_kernel.decode_attention_cpu = _older_too(decode_attention_cpu, 3)
-torch.ops.sgl_kernel.extend_attention_cpu = _older_too(extend_attention_cpu, 6)
+for _kernel, _scales_at in ((decode_attention_cpu, 3), (extend_attention_cpu, 6)):
+    setattr(torch.ops.sgl_kernel, _kernel.__name__, _older_too(_kernel, _scales_at))

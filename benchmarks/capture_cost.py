@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import tempfile
 import time
@@ -97,13 +96,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    spool = Path(tempfile.mkdtemp(prefix="eagle3-bench-", dir=options.memory))
-    try:
-        bench = Bench(options, spool)
+    with tempfile.TemporaryDirectory(prefix="eagle3-bench-", dir=options.memory) as spool:
+        bench = Bench(options, Path(spool))
         pairs = [bench.batch(number) for number in range(options.batches)][options.batches // 10 :]
         bench.pool.close()
-    finally:
-        shutil.rmtree(spool)
     cost = Cost(*(1e6 * statistics.median(values) for values in zip(*pairs, strict=True)))
     print(f"asked {cost.asked_us:.0f} us a prompt, another thread slowed by {cost.slowed_us:.0f} us a prompt")
     if options.out is not None:

@@ -3,7 +3,7 @@
     python benchmarks/gpu/encodings.py --out RESULT.json --work FOLDER --prompts prompts.jsonl    after end_to_end.py
 
 Trains on each of end_to_end.py's builds as that did on bf16, the same steps in the same order, and evaluates these
-drafts and its own in the real server.
+drafts and its own, which must be there by then, in the real server.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from study import Served, Study, study_parser
 def main() -> None:
     parser = study_parser(__doc__)
     parser.add_argument("--encodings", default="fp8,topk64")
-    parser.add_argument("--stages", default="train,evaluate", help="the second needs end_to_end.py's draft")
     options = parser.parse_args()
     study = Study(options, "encodings")
     names = options.encodings.split(",")
-    for name in names if "train" in options.stages else []:
+    for name in names:
         study.stage(f"train {name}", lambda: study.train(study.work / f"data.{name}", f"run.{name}"))  # noqa: B023
     served = [Served(name, study.work / f"run.{name}" / "draft") for name in ("bf16", *names)]
-    if "evaluate" in options.stages:
-        evaluate = lambda: study.evaluate(*served, in_flight=options.evaluate_at[:1], repeats=1)  # noqa: E731
-        study.stage(f"evaluate {options.encodings}", evaluate)
+    evaluate = lambda: study.evaluate(*served, in_flight=options.evaluate_at[:1], repeats=1)  # noqa: E731
+    study.stage(f"evaluate {options.encodings}", evaluate)
 
 
 if __name__ == "__main__":

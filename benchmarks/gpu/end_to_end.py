@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 from study import Served, Study, study_parser
@@ -80,7 +79,6 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2, help="answers per question")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of the evaluation")
     parser.add_argument("--encodings", default="bf16,fp8,topk64", help="that are built; `encodings.py` trains on them")
-    parser.add_argument("--stages", default="answer,build,train,evaluate", help="that are gone through")
     options = parser.parse_args()
     study = Study(options, "end_to_end")
     draft = study.work / "run.bf16" / "draft"
@@ -90,14 +88,11 @@ def main() -> None:
         Served("long chain", draft, draft_tokens=options.ttt_steps - 1),
         Served("tree", draft, tree=True),
     ]
-    stages: dict[str, Callable[[], dict[str, Any]]] = {
-        "answer": lambda: answer(study),
-        "build": lambda: capture(study, options.encodings.split(",")),
-        "train": lambda: study.train(study.work / "data.bf16", "run.bf16"),
-        "evaluate": lambda: study.evaluate(*served, in_flight=options.evaluate_at, repeats=options.repeats),
-    }
-    for name in options.stages.split(","):
-        study.stage(name, stages[name])
+    study.stage("answer", lambda: answer(study))
+    study.stage("build", lambda: capture(study, options.encodings.split(",")))
+    study.stage("train", lambda: study.train(study.work / "data.bf16", "run.bf16"))
+    evaluate = lambda: study.evaluate(*served, in_flight=options.evaluate_at, repeats=options.repeats)  # noqa: E731
+    study.stage("evaluate", evaluate)
 
 
 if __name__ == "__main__":

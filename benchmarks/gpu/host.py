@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,13 @@ class Host:
         with ServerProcess(config, log=self.log_folder / f"{name}.log", start_timeout_s=420) as server:
             print(f"{name}: up after {time.monotonic() - began:.0f} s", flush=True)
             yield server
+
+
+@contextlib.contextmanager
+def together(*servers: contextlib.AbstractContextManager[ServerProcess]) -> Iterator[list[ServerProcess]]:
+    """Servers that are started all at once: a start takes a minute or two."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
+        yield list(pool.map(stack.enter_context, servers))
 
 
 def dummy(*more: str) -> tuple[str, ...]:

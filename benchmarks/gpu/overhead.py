@@ -18,11 +18,10 @@ import random
 import shutil
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from host import Host, Results, dummy, server_memory_mib
+from host import Host, Results, dummy, server_memory_mib, together
 from load import Case, run_case
 from shapes import make_model, text_config
 
@@ -131,11 +130,11 @@ def main() -> None:
         model = make_model(options.shape, disk, dtype="float32" if bench.host.cpu else "bfloat16")
         flags = dummy("--disable-cuda-graph", "--max-total-tokens", str(options.kv_tokens))
         spool = memory / "spool"
-        pool = stack.enter_context(ThreadPoolExecutor())
-        start = lambda name, where: stack.enter_context(  # noqa: E731 - both at once: a start takes a minute
+        both = [
             bench.host.serving(bench.host.config(model, spool=where, more=flags), name)
-        )
-        plain, ours = pool.map(start, ("plain", "capture"), (None, spool))
+            for name, where in (("plain", None), ("capture", spool))
+        ]
+        plain, ours = stack.enter_context(together(*both))
         measure(bench, plain, ours, spool, model, {"build to memory": memory, "build to disk": disk})
 
 

@@ -12,10 +12,12 @@ results=$2 prompts=$3 work=/dev/shm/eagle3-study
 mkdir -p "$results"
 mount -o remount,size=180G /dev/shm # a limit, not a reservation; a share would be of what memory the host has grown to by now
 
+wanted() { [[ " ${ONLY:-$1} " == *" $1 "* ]]; }
+
 measure() { # GPUS NAME[:PART] [argument ...]: results in NAME.PART.json
     local gpus=$1 name=${2%:*} out=$results/${2/:/.} began=$SECONDS
     shift 2
-    [[ " ${ONLY:-$name} " == *" $name "* ]] || return 0
+    wanted "$name" || return 0
     CUDA_VISIBLE_DEVICES=$gpus timeout 1200 python3 "benchmarks/gpu/$name.py" --out "$out.json" "$@" >> "$out.log" 2>&1
     echo "$(basename "$out"): exit code $? after $((SECONDS - began)) s, at $SECONDS s" | tee -a "$results/over.log"
 }
@@ -42,9 +44,9 @@ untimed=$!
 (
     tail --pid=$untimed -f /dev/null
     measure 0 overhead --minutes 7 ${OVERHEAD:---soak 10000}
-    [[ " ${ONLY:-encodings} " == *" encodings "* ]] && ended build
+    wanted encodings && ended build
     study 0 encodings:topk64 --encodings topk64 --stages train
-    [[ " ${ONLY:-rival} " == *" rival "* ]] && ended train
+    { wanted rival || wanted encodings; } && ended train
     study 0 rival
     study 0 encodings:topk64 --encodings topk64
 ) &

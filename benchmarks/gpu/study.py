@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import json
 import os
@@ -17,12 +16,11 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from host import Host, Results, steady_rate
+from host import Host, Results, steady_rate, together
 
 from eagle3_data.builders.smollm2 import make_checkpoint
 from eagle3_data.train.eval_prompts import EvalPrompt, read_prompts
@@ -30,6 +28,7 @@ from eagle3_data.train.evaluate import EvalConfig, Measured, make_report, measur
 
 HOLDOUT = 10
 DRAFT_TOKENS = 3
+STAGES = ("answer", "build", "features", "train", "evaluate")
 TREE = (
     *("--speculative-num-steps", str(DRAFT_TOKENS), "--speculative-eagle-topk", "4"),
     *("--speculative-num-draft-tokens", "8"),
@@ -83,7 +82,15 @@ def study_parser(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--evaluate-at", type=numbers, default=[64, 1], help="requests in flight")
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="bfloat16 products measured on this card")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="folder for spools")
+    parser.add_argument("--stages", type=stages, default=list(STAGES), help="kinds of stages that are gone through")
     return parser
+
+
+def stages(text: str) -> list[str]:
+    found = text.split(",")
+    if unknown := sorted(set(found) - set(STAGES)):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: not one of {', '.join(STAGES)}")
+    return found
 
 
 def numbers(text: str) -> list[int]:
@@ -105,6 +112,9 @@ class Study:
         self.train_rows, self.heldout_rows = split(options.prompts)
 
     def stage(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
+        """The first word of a stage's name is its kind."""
+        if name.split()[0] not in self.options.stages:
+            return
         done = self.work / f"{self.benchmark}.{name}.done"
         if done.exists():
             print(f"{name}: done before", flush=True)
@@ -220,9 +230,8 @@ class Study:
         With a plain one among them a speed-up is the median of the rounds' ratios.
         """
         prompts, found = self.heldout(), {}
-        with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
-            start = lambda one: stack.enter_context(self.serve(one.name, one))  # noqa: E731
-            urls = {one: server.url for one, server in zip(served, pool.map(start, served), strict=True)}
+        with together(*(self.serve(one.name, one) for one in served)) as servers:
+            urls = {one: server.url for one, server in zip(served, servers, strict=True)}
             for n in in_flight:
                 some = prompts if n > 1 else prompts[: max(1, len(prompts) // 8)]  # one at a time takes long
                 rounds = [{one: self._measure(url, some, n, one) for one, url in urls.items()} for _ in range(repeats)]

@@ -106,10 +106,10 @@ class Capture:
     def _states(self, result: Any, rows: int, requests: int) -> BatchStates:
         """The batch's states, checked against the form that every dump of this server promises."""
         states = self.path.states(result)
-        if states is not None and states.logits is not None and len(states.logits) < requests:
-            raise ValueError(f"logits of {len(states.logits)} requests, and {requests} are in the batch")
         if states is None:
             raise LookupError("SGLang's result holds no states (was a prefill CUDA graph replayed?)")
+        if states.logits is not None and len(states.logits) < requests:
+            raise ValueError(f"logits of {len(states.logits)} requests, and {requests} are in the batch")
         aux = states.aux if isinstance(states.aux, Tensor) else states.aux[0]
         width = aux.shape[-1] if isinstance(states.aux, Tensor) else sum(t.shape[-1] for t in states.aux)
         expected = (len(self.form.layers) * self.form.width, self.form.width, self.form.dtype, self.form.dtype)

@@ -181,7 +181,7 @@ class Copier:
                 target.copy_(source, non_blocking=True)
             shared = SharedBlock(self.arena, run.block, len(run.segments), event)
             views = [(_bytes(part), part.nbytes // len(part)) for part in parts]
-            copied += [CopiedRows(shared, *_cut(views, run, segment)) for segment in run.segments]
+            copied += [CopiedRows(shared, *_cut(views, run.segments[0], segment)) for segment in run.segments]
         return copied
 
     def _carve(self, block: Block, like: Sequence[Tensor]) -> list[Tensor]:
@@ -194,7 +194,7 @@ class Copier:
         return parts
 
 
-def _adjacent(segments: Sequence[Segment]) -> list[Sequence[Segment]]:
+def _adjacent(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Segments in groups without foreign rows in between."""
     groups: list[list[Segment]] = []
     for segment in segments:
@@ -202,13 +202,12 @@ def _adjacent(segments: Sequence[Segment]) -> list[Sequence[Segment]]:
             groups[-1].append(segment)
         else:
             groups.append([segment])
-    return list(groups)
+    return groups
 
 
-def _cut(views: Sequence[tuple[memoryview, int]], run: Run, segment: Segment) -> list[memoryview]:
-    """The bytes of one segment in each of a run's host tensors, given with their bytes a row."""
-    first, request = segment.offset - run.span.start, segment.index - run.requests.start
-    spans = [(first, segment.rows)] * 3 + [(request, 1)]
+def _cut(views: Sequence[tuple[memoryview, int]], head: Segment, segment: Segment) -> list[memoryview]:
+    """The bytes of one segment in each host tensor of the run that begins with `head`, given with their bytes a row."""
+    spans = [(segment.offset - head.offset, segment.rows)] * 3 + [(segment.index - head.index, 1)]
     return [
         view[start * each : (start + count) * each] for (view, each), (start, count) in zip(views, spans, strict=True)
     ]

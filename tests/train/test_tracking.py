@@ -56,8 +56,10 @@ def test_tensorboard_has_metrics_and_config(make_config: MakeConfig, data: Memor
 
 def wandb_records(folder: Path) -> list[Any]:
     """The records of the one offline run in a run folder, which W&B would send: a LevelDB log of protobuf messages."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # finish is only announced to W&B's process, which then writes the file; this waits for it
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     data, at, records, message = path.read_bytes(), 7, [], b""
     while at < len(data):

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import json
 import os
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from host import Host, Results, steady_rate, together
 
 from eagle3_data.builders.smollm2 import make_checkpoint
 from eagle3_data.train.eval_prompts import EvalPrompt, read_prompts
-from eagle3_data.train.evaluate import EvalConfig, Measured, make_report, measure
+from eagle3_data.train.evaluate import Decoder, EvalConfig, EvalReport, make_report, measure
 
 HOLDOUT = 10
 DRAFT_TOKENS = 3
@@ -227,47 +226,41 @@ class Study:
     def evaluate(self, *served: Served, in_flight: list[int], repeats: int) -> dict[str, Any]:
         """Held-out questions, greedy, in a server for each of `served`: all of them up on one GPU, taking turns.
 
-        With a plain one among them a speed-up is the median of the rounds' ratios.
+        The one without a draft, if any, comes first; a speed-up is the median of the rounds' ratios to it.
         """
         prompts, found = self.heldout(), {}
         with together(*(self.serve(one.name, one) for one in served)) as servers:
-            urls = {one: server.url for one, server in zip(served, servers, strict=True)}
+            decoders = [Decoder(server.url, one.draft is not None) for one, server in zip(served, servers, strict=True)]
             for n in in_flight:
                 some = prompts if n > 1 else prompts[: max(1, len(prompts) // 8)]  # one at a time takes long
-                rounds = [{one: self._measure(url, some, n, one) for one, url in urls.items()} for _ in range(repeats)]
-                for one in served:
-                    found.setdefault(one.name, {})[f"in_flight_{n}"] = self._figures(one, rounds, n)
+                config = self._config(n, repeats)
+                results = asyncio.run(measure(decoders, some, config))
+                plain = results[0] if served[0].draft is None else None
+                for one, result in zip(served, results, strict=True):
+                    figures: dict[str, Any] = {"rounds": repeats, "tokens_per_s": result.tokens_per_s}
+                    if one.draft is not None:
+                        report = make_report(result, plain, config, draft=one.name, took_turns=True)
+                        figures |= {"prompts": len(some), **chosen_figures(report)}
+                    found.setdefault(one.name, {})[f"in_flight_{n}"] = figures
         return found
 
-    def _measure(self, url: str, prompts: list[EvalPrompt], n: int, served: Served) -> Measured:
-        return asyncio.run(measure(url, prompts, self._config(n, served), expect_draft=served.draft is not None))
-
-    def _figures(self, served: Served, rounds: list[dict[Served, Measured]], n: int) -> dict[str, Any]:
-        rates = [measured[served].tokens_per_s for measured in rounds]
-        figures: dict[str, Any] = {"rounds": len(rounds), "tokens_per_s": statistics.median(rates)}
-        if served.draft is None:
-            return figures
-        plain = next((one for one in rounds[0] if one.draft is None), None)
-        beside = rounds[0][plain] if plain is not None else None
-        report = make_report(rounds[0][served], beside, self._config(n, served), draft=served.name).to_dict()
-        figures |= {
-            "prompts": len(rounds[0][served].answers),
-            "acceptance_length": report["overall"]["acceptance_length"],
-            "acceptance_length_diverse": report["diverse_only"]["acceptance_length"],
-            "by_position": report["overall"]["by_position"],
-            "by_source": {k: part["acceptance_length"] for k, part in report["by_category"].items()},
-        }
-        if plain is not None:
-            base = [measured[plain].tokens_per_s for measured in rounds]
-            figures["plain_tokens_per_s"] = statistics.median(base)
-            figures["speedup"] = statistics.median(a / b for a, b in zip(rates, base, strict=True))
-            figures["equal_answers"] = report["equal_answers"]
-        return figures
-
-    def _config(self, in_flight: int, served: Served) -> EvalConfig:
+    def _config(self, in_flight: int, rounds: int) -> EvalConfig:
         return EvalConfig(
             target=str(self.model),
             max_new_tokens=self.options.answer_tokens,
             concurrency=in_flight,
-            draft_tokens=served.draft_tokens,
+            rounds=rounds,
         )
+
+
+def chosen_figures(report: EvalReport) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "acceptance_length": report.overall.acceptance_length,
+        "acceptance_length_diverse": report.diverse_only.acceptance_length,
+        "by_position": report.overall.by_position,
+        "by_source": {name: part.acceptance_length for name, part in report.by_category.items()},
+    }
+    if report.speedups:
+        figures |= {"plain_tokens_per_s": report.plain_tokens_per_s, "speedup": report.speedup}
+        figures |= {"speedups": report.speedups, "equal_answers": report.equal_answers}
+    return figures

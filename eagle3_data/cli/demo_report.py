@@ -33,7 +33,6 @@ class Summary:
         cls, folders: Folders, build: BuildReport, training: dict[str, Any], evaluation: dict[str, Any], seconds: float
     ) -> Summary:
         overall = evaluation["overall"]
-        speed = evaluation["tokens_per_s"] / evaluation["plain_tokens_per_s"]
         rows = {
             "samples": f"{build.saved:,} saved of {build.planned:,} planned",
             "tokens": f"{build.tokens:,}",
@@ -46,7 +45,7 @@ class Summary:
             f"{training['simulated_acceptance']:.2f} simulated in training",
             "greedy answers": f"{evaluation['equal_answers']} of {overall['answers']} equal with and without the draft",
             "decoding": f"{evaluation['tokens_per_s']:,.0f} tok/s with the draft, "
-            f"{evaluation['plain_tokens_per_s']:,.0f} without ({speed:.2f}x)",
+            f"{evaluation['plain_tokens_per_s']:,.0f} without ({evaluation['speedup']:.2f}x)",
             "target": str(folders.out / "model"),
             "shards": str(folders.data),
             "draft": str(folders.draft),

@@ -32,10 +32,12 @@ def evaluate_command(
     data: Annotated[OptionalPath, typer.Option(help="Instead: the held-out samples of a build.")] = None,
     run: Annotated[OptionalPath, typer.Option(help="With --data: the run whose held-out share it is.")] = None,
     url: Annotated[OptionalText, typer.Option(help="A running server with the draft; none is started.")] = None,
+    baseline_url: Annotated[OptionalText, typer.Option(help="With --url: one without; the two take turns.")] = None,
     limit: Annotated[OptionalInt, typer.Option(help="Use the first N prompts.")] = None,
     draft_tokens: Annotated[int, typer.Option(help="Draft tokens per step.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 8,
+    rounds: Annotated[int, typer.Option(help="How often the prompts are sent, for tok/s and its spread.")] = 1,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     baseline: Annotated[bool, typer.Option(help="Also measure without the draft.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -50,11 +52,12 @@ def evaluate_command(
 
     Several drafts are measured in turn on the same prompts and compared.
 
-    Example: eagle3-data evaluate --draft run/export --target Qwen/Qwen3-8B --prompts prompts.jsonl --baseline
+    Example: eagle3-data evaluate --draft draft --target Qwen/Qwen3-8B --prompts prompts.jsonl --baseline --rounds 3
     """
     from eagle3_data.server.command import Device
     from eagle3_data.train.compare import compare
-    from eagle3_data.train.evaluate import EvalConfig, evaluate_draft, evaluate_url, measure_plain, running_limit
+    from eagle3_data.train.eval_hints import hints
+    from eagle3_data.train.evaluate import EvalConfig, evaluate_beside, evaluate_draft, evaluate_url, measure_plain
 
     if device not in get_args(Device):
         raise ConfigError(f"--device {device!r} is not one of {', '.join(get_args(Device))}")
@@ -64,11 +67,16 @@ def evaluate_command(
         raise ConfigError(
             "--url is one server with one draft", next="leave --url out: a server is started for each draft in turn"
         )
+    if url is not None and baseline:
+        raise ConfigError("--url starts no server, so none without the draft", next="--baseline-url: one that runs")
+    if baseline_url is not None and url is None:
+        raise ConfigError("--baseline-url goes with --url", next="--baseline starts a server without the draft")
     config = EvalConfig(
         target=target,
         draft_tokens=draft_tokens,
         max_new_tokens=max_new_tokens,
         concurrency=concurrency,
+        rounds=rounds,
         temperature=temperature,
         device=device,  # type: ignore[arg-type]
         tp=tp,
@@ -76,17 +84,21 @@ def evaluate_command(
         python=python,
     )
     chosen = _prompts(prompts, data, run, target, trust_remote_code, limit)
+    for running in filter(None, (url, baseline_url)):
+        for hint in hints(running, config):
+            say(hint)
     plain = None
-    if baseline and url is None:
+    if baseline:
         say("measuring the target without a draft")
         plain = measure_plain(chosen, config, log=log, on_answer=_count)
     reports: list[EvalReport] = []
     for folder in draft:
         say(f"measuring {folder}")
-        if url is not None:
-            if (at_once := running_limit(url, config)) is not None:
-                say(f"{url} takes {at_once} requests at once, the others of {concurrency} wait: --max-running-requests")
-            report = evaluate_url(url, chosen, config, draft=str(folder), plain=plain, on_answer=_count)
+        name = str(folder)
+        if url is not None and baseline_url is not None:
+            report = evaluate_beside(url, baseline_url, chosen, config, draft=name, on_answer=_count)
+        elif url is not None:
+            report = evaluate_url(url, chosen, config, draft=name, on_answer=_count)
         else:
             report = evaluate_draft(folder, chosen, config, plain=plain, log=log, on_answer=_count)
         reports.append(report)
@@ -138,6 +150,10 @@ def show_report(report: EvalReport) -> None:
     line = f"{report.tokens_per_s:,.1f} tok/s with the draft at {report.concurrency} in flight"
     if report.plain_tokens_per_s is not None:
         line += f", {report.plain_tokens_per_s:,.1f} without: {report.speedup:.2f}x"
+        if len(report.rates) > 1:
+            line += f" ({min(report.speedups):.2f} to {max(report.speedups):.2f} over {len(report.rates)} rounds)"
+        else:
+            line += " (one round; --rounds 3 tells how far it goes up and down)"
     if report.equal_answers is not None:
         line += f"; {report.equal_answers} of {report.overall.answers} greedy answers equal"
     say(line)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eagle3_data.errors import ConfigError, InputError
+from eagle3_data.server.client import ServerClient
+from eagle3_data.train.acceptance import Acceptance, Answer
 from eagle3_data.train.compare import compare
+from eagle3_data.train.eval_hints import hints
 from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts, read_prompts
 from eagle3_data.train.evaluate import (
-    Acceptance,
-    Answer,
+    Decoder,
     EvalConfig,
+    EvalReport,
     Measured,
     make_report,
     measure,
-    running_limit,
     server_config,
 )
 from tests.train.fakes import random_samples
@@ -49,8 +52,8 @@ def test_an_answer_of_one_token_says_nothing() -> None:
 def test_repeating_answers_are_flagged_and_left_out_of_one_row() -> None:
     answers = [answer(40, 10, (0, 0, 0, 10), repeat=True), answer(40, 40, (40,), category="b")]
     config = EvalConfig(target="t")
-    plain = Measured([answers[0], answer(39, 0, ())], 50.0)
-    report = make_report(Measured(answers, 100.0), plain, config, draft="d")
+    plain = Measured([answers[0], answer(39, 0, ())], [50.0])
+    report = make_report(Measured(answers, [100.0]), plain, config, draft="d", took_turns=False)
     assert report.overall.low_diversity == 1
     assert report.overall.acceptance_length == pytest.approx(80 / 50)
     assert report.diverse_only.acceptance_length == 1.0
@@ -95,8 +98,43 @@ def test_heldout_prompts_end_before_the_first_answer() -> None:
 def test_nothing_to_measure_and_nobody_to_ask() -> None:
     config, nobody = EvalConfig(target="t"), "http://127.0.0.1:1"
     with pytest.raises(ConfigError, match="no prompt"):
-        asyncio.run(measure(nobody, [], config, expect_draft=True))
-    assert running_limit(nobody, config) is None  # a hint alone: the evaluation itself says what is wrong
+        asyncio.run(measure([Decoder(nobody, True)], [], config))
+    with pytest.raises(ConfigError, match="0 rounds"):
+        asyncio.run(measure([], [EvalPrompt("x", "a", (1,))], replace(config, rounds=0)))
+    assert hints(nobody, config) == []  # hints alone: the evaluation itself says what is wrong
+
+
+def test_a_speedup_compares_each_round_with_the_one_beside_it() -> None:
+    """The host is half as fast in the second round: for both servers, when they take turns."""
+    answers, config = [answer(8, 4, (0, 4))], EvalConfig(target="t", rounds=3)
+    draft, plain = Measured(answers, [120.0, 60.0, 130.0]), Measured(answers, [100.0, 50.0, 100.0])
+    turns = make_report(draft, plain, config, draft="d", took_turns=True)
+    assert (turns.tokens_per_s, turns.plain_tokens_per_s) == (120.0, 100.0)
+    assert turns.speedups == pytest.approx([1.2, 1.2, 1.3])
+    assert turns.speedup == pytest.approx(1.2)
+    apart = make_report(draft, plain, config, draft="d", took_turns=False)
+    assert len(apart.speedups) == 9
+    assert (min(apart.speedups), max(apart.speedups)) == pytest.approx((0.6, 2.6))  # what nobody can tell from chance
+    alone = make_report(draft, None, config, draft="d", took_turns=False)
+    assert (alone.speedups, alone.speedup) == ([], None)
+
+
+def test_a_running_server_is_asked_what_makes_its_rate_unfair(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, object] = {}
+
+    async def server_info(_: ServerClient) -> dict[str, object]:
+        return told
+
+    monkeypatch.setattr(ServerClient, "server_info", server_info)
+    config = EvalConfig(target="t", concurrency=64)
+    assert hints("http://one", config) == []
+    told |= {"disable_radix_cache": False, "internal_states": [{"effective_max_running_requests_per_dp": 24}] * 2}
+    (limit,) = hints("http://one", config)
+    assert "48 requests at once" in limit
+    cached = hints("http://one", replace(config, rounds=2, concurrency=48))
+    assert ["--disable-radix-cache" in hint for hint in cached] == [True]
+    told["disable_radix_cache"] = True
+    assert hints("http://one", replace(config, rounds=2, concurrency=48)) == []
 
 
 def test_as_many_requests_run_at_once_as_are_sent() -> None:
@@ -117,16 +155,18 @@ def measured(lengths: list[int], verifications: list[int], rate: float, repeat: 
     for place, (tokens, checks) in enumerate(zip(lengths, verifications, strict=True)):
         ids = tuple([7] * tokens if place == repeat else range(tokens))
         answers.append(Answer(EvalPrompt(f"p{place}", "a", (1, 2)), ids, checks, tokens - checks, (0, checks)))
-    return Measured(answers, rate)
+    return Measured(answers, [rate])
+
+
+def report_of(found: Measured, draft: str) -> EvalReport:
+    return make_report(found, None, EvalConfig(target="t"), draft=draft, took_turns=False)
 
 
 def test_drafts_are_compared_on_the_prompts_that_none_of_them_makes_repeat() -> None:
-    config, count = EvalConfig(target="t"), 20
-    slow = make_report(measured([40] * count, [20] * count, 50.0), None, config, draft="slow")
-    fast = make_report(measured([40] * count, [10 + i % 2 for i in range(count)], 90.0, 3), None, config, draft="fast")
-    near = make_report(
-        measured([40] * count, [20 + i % 2 - (i + 1) % 2 for i in range(count)], 51.0), None, config, draft="near"
-    )
+    count = 20
+    slow = report_of(measured([40] * count, [20] * count, 50.0), "slow")
+    fast = report_of(measured([40] * count, [10 + i % 2 for i in range(count)], 90.0, 3), "fast")
+    near = report_of(measured([40] * count, [20 + i % 2 - (i + 1) % 2 for i in range(count)], 51.0), "near")
     first, second, third = compare([slow, fast, near])
     assert (first.prompts, first.acceptance_length, first.difference, first.interval) == (19, 2.0, 0.0, (0.0, 0.0))
     assert second.acceptance_length == pytest.approx(40 * 19 / (19 * 10 + 9))  # without prompt 3, for all
@@ -135,11 +175,11 @@ def test_drafts_are_compared_on_the_prompts_that_none_of_them_makes_repeat() -> 
     assert second.distinct
     assert (second.repeating, second.tokens_per_s) == (1, 90.0)
     assert not third.distinct
-    other = make_report(measured([40], [20], 1.0), None, config, draft="other")
+    other = report_of(measured([40], [20], 1.0), "other")
     with pytest.raises(ConfigError, match="different prompts"):
         compare([slow, other])
     with pytest.raises(ConfigError, match="no prompt is left"):
-        compare([make_report(measured([40], [20], 1.0, 0), None, config, draft="x")] * 2)
+        compare([report_of(measured([40], [20], 1.0, 0), "x")] * 2)
 
 
 def test_the_command_measures_each_draft_and_compares(
@@ -162,7 +202,7 @@ def test_the_command_measures_each_draft_and_compares(
         if draft.name == "broken":
             raise ConfigError("the server does not start")
         checks = 20 if draft.name == "one" else 10
-        return make_report(measured([40] * 6, [checks] * 6, 50.0, 5), None, config, draft=draft.name)
+        return report_of(measured([40] * 6, [checks] * 6, 50.0, 5), draft.name)
 
     monkeypatch.setattr(evaluate, "evaluate_draft", measure)
     common = ["evaluate", "--target", str(tiny_llama), "--prompts", str(file), "--out", str(out)]
@@ -175,3 +215,7 @@ def test_the_command_measures_each_draft_and_compares(
     assert [report["draft"] for report in json.loads(out.read_text())] == ["two"]  # what was measured is kept
     assert call(*common, "--draft", "one", "--draft", "two", "--url", "http://127.0.0.1:1") == 1
     assert "one server with one draft" in capsys.readouterr().err
+    assert call(*common, "--draft", "one", "--baseline", "--url", "http://127.0.0.1:1") == 1
+    assert "--baseline-url" in capsys.readouterr().err  # it had been left out without a word
+    assert call(*common, "--draft", "one", "--baseline-url", "http://127.0.0.1:1") == 1
+    assert "goes with --url" in capsys.readouterr().err

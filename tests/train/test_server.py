@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from eagle3_data.errors import ServerUnfit
 from eagle3_data.protocol import IDS
 from eagle3_data.server.process import ServerProcess
 from eagle3_data.train.config import DataConfig
+from eagle3_data.train.eval_hints import hints
 from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts
 from eagle3_data.train.evaluate import (
+    Decoder,
     EvalConfig,
     EvalReport,
     Measured,
+    evaluate_beside,
     evaluate_draft,
-    evaluate_url,
+    measure,
     measure_plain,
-    running_limit,
     server_config,
 )
 from eagle3_data.train.export import export_draft
@@ -99,7 +103,7 @@ def test_a_draft_overfitted_to_one_conversation_is_always_right_on_it(
 def test_a_draft_is_accepted_on_heldout_prompts_as_the_simulation_says(
     asked: Asked, sharp_target: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    """With every switch on, and a draft of another shape than the target's."""
+    """With every switch on, and a draft of another shape than the target's; beside a server without one."""
     config = make_config(
         "draft.fc_norm=true",
         "draft.norm_output=true",
@@ -119,10 +123,15 @@ def test_a_draft_is_accepted_on_heldout_prompts_as_the_simulation_says(
     assert trained.heldout is not None
     export, many = tmp_path / "export", replace(asked.config, concurrency=50)
     export_draft(trained.output, export, dtype="float32", draft_tokens=3)
-    with ServerProcess(server_config(many, export)) as server:
-        assert running_limit(server.url, many) is None  # SGLang's own choice is 48, and the rest would wait
-        assert running_limit(server.url, replace(many, concurrency=51)) == 50
-        report = evaluate_url(server.url, asked.prompts, many, draft=str(export), plain=asked.plain)
+    many, one = replace(many, rounds=2), asked.prompts[:1]
+    with ServerProcess(server_config(many, export)) as server, ServerProcess(server_config(many, None)) as plain:
+        assert hints(server.url, many) == []  # SGLang's own choice is 48, and the rest would wait
+        assert "takes 50 requests at once" in "".join(hints(server.url, replace(many, concurrency=51)))
+        report = evaluate_beside(server.url, plain.url, asked.prompts, many, draft=str(export))
+        for wrong in (Decoder(server.url, False), Decoder(plain.url, True)):
+            with pytest.raises(ServerUnfit, match="without"):
+                asyncio.run(measure([wrong], one, many))
+    assert (len(report.rates), len(report.speedups)) == (2, 2)
     assert report.equal_answers == len(asked.prompts)
     new = report.by_category["new"]
     assert new.verifications < new.tokens - len(asked.heldout)  # the draft is of use on what it never saw

@@ -132,6 +132,7 @@ class Extractor:
             nbytes=sink.nbytes,
             nbytes_of=plan.nbytes,
             failed=sink.ledger.failed,
+            failed_tokens=sink.ledger.failed_tokens,
             retried=dict(self.retried),
             skipped=plan.skipped,
             run_tokens=self._before_tokens + self._run_tokens,

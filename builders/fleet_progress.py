@@ -52,6 +52,7 @@ class FleetProgress:
             nbytes=sum(tick.nbytes for tick in ticks),
             nbytes_of=self._nbytes,
             failed=_sum(tick.failed for tick in ticks),
+            failed_tokens=sum(tick.failed_tokens for tick in ticks),
             retried=_sum(tick.retried for tick in ticks),
             skipped=self.skipped,
             run_tokens=sum(tick.run_tokens for tick in ticks),

@@ -82,6 +82,10 @@ class Ledger:
     def failed(self) -> dict[str, int]:
         return dict(Counter(row.reason for row in self.failures.values()))
 
+    @property
+    def failed_tokens(self) -> int:
+        return sum(row.tokens for row in self.failures.values())
+
     def save(self, samples: int) -> None:
         self.saved += samples
 

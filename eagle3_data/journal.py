@@ -40,6 +40,8 @@ class Tick:
     nbytes_of: int
     failed: dict[str, int] = field(default_factory=dict)
     """Given up, by reason."""
+    failed_tokens: int = 0
+    """Of the samples given up: nobody waits for them any more."""
     retried: dict[str, int] = field(default_factory=dict)
     """Attempts that failed and were repeated, by reason."""
     skipped: dict[str, int] = field(default_factory=dict)

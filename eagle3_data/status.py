@@ -81,7 +81,7 @@ def summarise(ticks: list[Tick], now: float, *, alive: bool) -> Status:
         (a.t for a, b in zip(reversed(run[1:]), reversed(run[:-1]), strict=True) if a.settled != b.settled), run[0].t
     )
     age = max(0.0, now - (last.t if last.event == "end" else moved))
-    left = last.tokens_of - last.tokens
+    left = last.tokens_of - last.tokens - last.failed_tokens
     speed = rate or whole
     return Status(
         state=_state(last, age, alive),

@@ -48,6 +48,15 @@ def test_the_line_people_know() -> None:
     )
 
 
+def test_nobody_waits_for_the_tokens_of_failed_samples() -> None:
+    """A tenth of what is left has failed: it takes a tenth less time."""
+    known, left = summarise([START, LATER], 1121.0, alive=True).eta_s, LATER.tokens_of - LATER.tokens
+    failed = replace(LATER, failed_tokens=left // 10)
+    assert known is not None
+    assert summarise([START, failed], 1121.0, alive=True).eta_s == pytest.approx(0.9 * known)
+    assert summarise([START, replace(LATER, failed_tokens=left)], 1121.0, alive=True).eta_s == 0.0
+
+
 @pytest.mark.parametrize(
     ("part", "whole", "text"),
     [(0, 0, "0 of 0 B"), (512, 1 << 30, "4.77e-07 of 1 GiB"), (3 << 30, 4 << 30, "3 of 4 GiB")],

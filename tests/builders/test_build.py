@@ -144,6 +144,8 @@ def test_c41_one_nan_in_a_hundred_is_counted_forty_stop_the_run(builds: Builds) 
     assert (report.saved, report.failed) == (99, {"non_finite": 1})
     (row,) = [json.loads(line) for line in (builds.folder / "one/failures.jsonl").read_text().splitlines()]
     assert row["reason"] == "non_finite"
+    end = read_tail(journal_path(builds.folder / "one"))[-1]
+    assert end.failed_tokens == row["tokens"] == end.tokens_of - end.tokens
     assert verify(builds.folder / "one").ok
 
     faults = Faults(dump=dict.fromkeys(range(20, 60), "nan"))

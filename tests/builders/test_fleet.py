@@ -256,6 +256,8 @@ def test_failed_samples_are_retried_in_their_parts(builds: Builds) -> None:
     with builds.server(Faults(reply={7: "400", 30: "400"})) as server:
         first = fleet(builds, "out", samples, server.url, workers=2, max_failure_share=0.2)
         assert (first.complete, first.saved, first.failed) == (True, 58, {"rejected": 2})
+        end = read_tail(journal_path(builds.folder / "out"))[-1]
+        assert 0 < end.failed_tokens == end.tokens_of - end.tokens
         before = builds.shards("out")
         with pytest.raises(ConfigError, match="begun with --engine ray"):
             builds.run("out", samples, server.url, retry_failed=True)

@@ -80,3 +80,15 @@ def chunked_server(server_park: ServerPark) -> RunningServer:
 def qwen3_server(server_park: ServerPark) -> RunningServer:
     """A patched server with the tiny Qwen3."""
     return server_park.get("qwen3")
+
+
+@pytest.fixture
+def tp_server(server_park: ServerPark) -> RunningServer:
+    """The tiny Llama on two tensor-parallel ranks, in chunks of 64 tokens."""
+    return server_park.get("tp")
+
+
+@pytest.fixture
+def dp_server(server_park: ServerPark) -> RunningServer:
+    """The tiny Qwen3 on two ranks that each have attention, and prompts, of their own."""
+    return server_park.get("dp")

@@ -1,8 +1,8 @@
 """The real SGLang server for tests, on a CPU: started when first asked for, one kind at a time.
 
-A start takes 20 to 60 seconds. So tests name the kind of server they need by a fixture (`llama_server`,
-`chunked_server`, `qwen3_server`), are ordered by kind (tests/conftest.py), and each kind is started once a session.
-Under pytest-xdist they all carry one group: run with `--dist loadgroup`, and one worker has the servers.
+A start takes 20 to 60 seconds. So tests name the kind of server they need by a fixture (`llama_server` and so on), are
+ordered by kind (tests/conftest.py), and each kind is started once a session. Under pytest-xdist they all carry one
+group: run with `--dist loadgroup`, and one worker has the servers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,25 @@ T = TypeVar("T")
 
 SPOOL = SpoolConfig(high_water_bytes=256 << 20, pinned_bytes=512 << 20, writers=2, temp_age_s=60.0)
 
-KINDS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
-    "llama": ("llama", (), None),
-    "chunked": ("llama", ("--chunked-prefill-size", "64"), "tests-key"),
-    "qwen3": ("qwen3", (), None),
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """`model`: of tests/models.py; `arguments`: of SGLang, besides ours."""
+
+    model: str
+    arguments: tuple[str, ...] = ()
+    api_key: str | None = None
+    tp: int = 1
+
+
+KINDS = {
+    "llama": Kind("llama"),
+    "chunked": Kind("llama", ("--chunked-prefill-size", "64"), "tests-key"),
+    "qwen3": Kind("qwen3"),
+    "tp": Kind("llama", ("--chunked-prefill-size", "64"), tp=2),
+    "dp": Kind("qwen3", ("--dp-size", "2", "--enable-dp-attention"), tp=2),
 }
-"""Kind -> (model, further SGLang arguments, API key), in the order in which tests run."""
+"""In the order in which tests run."""
 
 
 @dataclasses.dataclass
@@ -84,7 +97,7 @@ def capture_config(model: Path, spool: Path, *extra: str, **changes: Any) -> Ser
         device="cpu",
         dtype="float32",
         extra_args=extra,
-        env={"OMP_NUM_THREADS": "2"},
+        env={"OMP_NUM_THREADS": str(max(1, 2 // changes.get("tp", 1)))},
     )
     return dataclasses.replace(config, **changes)
 
@@ -96,15 +109,16 @@ def new_spool() -> Path:
 
 
 def _start(kind: str) -> RunningServer:
-    name, extra, api_key = KINDS[kind]
-    model, spool = tiny_model(name), new_spool()
-    process = ServerProcess(capture_config(model, spool, *extra, api_key=api_key), start_timeout_s=240)
+    wanted = KINDS[kind]
+    model, spool = tiny_model(wanted.model), new_spool()
+    config = capture_config(model, spool, *wanted.arguments, api_key=wanted.api_key, tp=wanted.tp)
+    process = ServerProcess(config, start_timeout_s=400)
     try:
         process.start()
     except BaseException:
         shutil.rmtree(spool, ignore_errors=True)
         raise
-    return RunningServer(kind, process.url, spool, model, process, api_key)
+    return RunningServer(kind, process.url, spool, model, process, wanted.api_key)
 
 
 def prompt(tokens: int, seed: int) -> list[int]:

@@ -24,6 +24,7 @@ NATIVE = (0, 5, 23)
 CAPTURING_REQUESTS = 128
 """At once in a capturing server: one that is told to speculate, as native capture is, takes 48 by itself. Not more
 than fill a batch, since targets with linear attention (Qwen3-Next) reserve a state of tens of MB for each."""
+CPU_RANKS_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
 PORTS = range(20_000, 32_000)
 """Below Linux's ephemeral ports, and with room for the ports that SGLang derives by adding to this one."""
 
@@ -91,9 +92,9 @@ def server_command(config: ServerConfig, *, port: int, native: bool) -> list[str
         command += ["--device", "cpu", "--attention-backend", "torch_native"]
         # SGLang replaces `--attention-backend intel_amx` on processors without AMX, but not the two halves of it.
         # Decoding: torch_native loops over requests. Prefill: torch_native equals transformers bit for bit, and only
-        # the other can verify a draft.
+        # the other can verify a draft, or fill a rank's batch up to the longest of all data-parallel ranks.
         command += ["--decode-attention-backend", "intel_amx"]
-        if config.draft:
+        if config.draft or "--enable-dp-attention" in config.extra_args:
             command += ["--prefill-attention-backend", "intel_amx"]
         command += ["--max-total-tokens", "16384", "--mem-fraction-static", "0.3"]
         command += ["--chunked-prefill-size", "-1", "--sleep-on-idle"]
@@ -124,6 +125,8 @@ def server_environment(config: ServerConfig) -> dict[str, str]:
 
         env.update(ENVIRONMENT)
         path.append(str(STUBS))
+        if config.tp > 1:  # SGLang gives each rank a NUMA node of its own, and refuses more ranks than nodes
+            env.setdefault(CPU_RANKS_ENV, cpus_by_rank(config.tp))
     if Path(config.model).is_dir():
         env.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
     if config.spool is not None:
@@ -136,6 +139,12 @@ def server_environment(config: ServerConfig) -> dict[str, str]:
     if path:
         env["PYTHONPATH"] = os.pathsep.join(path)
     return env
+
+
+def cpus_by_rank(ranks: int) -> str:
+    """This process's CPUs dealt to the ranks, as `CPU_RANKS_ENV` has them (0,2|1,3); fewer are shared."""
+    cpus = sorted(os.sched_getaffinity(0))
+    return "|".join(",".join(map(str, cpus[rank::ranks] or [cpus[rank % len(cpus)]])) for rank in range(ranks))
 
 
 def inspect_sglang(config: ServerConfig, env: Mapping[str, str]) -> tuple[int, ...]:

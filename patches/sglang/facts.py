@@ -56,10 +56,15 @@ class SchedulerFacts:
             radix_cache=not scheduler.disable_radix_cache,
             attn_tp_rank=_attn_tp_rank(scheduler),
             tp_size=int(args.get("tp_size") or 1),
-            dp_size=int(args.get("dp_size") or 1),
+            dp_size=data_parallel_ranks(args),
             device=str(args.get("device") or "cuda"),
             speculative=not scheduler.spec_algorithm.is_none(),
         )
+
+
+def data_parallel_ranks(args: Mapping[str, Any]) -> int:
+    """Replicas, or ranks with attention of their own: `attn_dp_size` in SGLang 0.5.23, whose `dp_size` is then 1."""
+    return max(int(args.get(name) or 1) for name in ("dp_size", "attn_dp_size"))
 
 
 def num_layers(model_config: Any) -> int:

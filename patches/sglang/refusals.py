@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eagle3_data.patches.sglang.facts import data_parallel_ranks
 from eagle3_data.protocol import SPOOL_ENV, SpoolConfig
 
 PREFIX = "eagle3-data refuses to capture: "
@@ -125,7 +126,7 @@ def _fused_sums(args: Mapping[str, Any]) -> list[str]:
 
 def node_refusals(args: Mapping[str, Any], config: SpoolConfig) -> list[str]:
     """Data-parallel ranks of several nodes each write their own dumps: clients must find them all in one place."""
-    nodes, ranks = args.get("nnodes") or 1, args.get("dp_size") or 1
+    nodes, ranks = args.get("nnodes") or 1, data_parallel_ranks(args)
     if nodes > 1 and ranks > 1 and not config.shared_spool:
         return [
             f"{ranks} data-parallel ranks on {nodes} nodes write dumps, and nothing says that the spool is one folder "
@@ -136,7 +137,7 @@ def node_refusals(args: Mapping[str, Any], config: SpoolConfig) -> list[str]:
 
 def writes_here(args: Mapping[str, Any]) -> bool:
     """Whether this node can have a rank that writes: without data parallelism only the first node has one."""
-    return (args.get("dp_size") or 1) > 1 or not args.get("node_rank")
+    return data_parallel_ranks(args) > 1 or not args.get("node_rank")
 
 
 def spool_refusals(spool: Path, config: SpoolConfig) -> list[str]:

@@ -102,6 +102,9 @@ def test_ranks_on_several_nodes_need_a_spool_that_they_share() -> None:
     assert writes_here({"node_rank": 0})
     assert not writes_here({"nnodes": 2, "node_rank": 1})
     assert writes_here({"nnodes": 2, "node_rank": 1, "dp_size": 4})
+    resolved = {"nnodes": 2, "node_rank": 1, "dp_size": 1, "attn_dp_size": 4}  # of --dp-size 4 --enable-dp-attention
+    assert writes_here(resolved)
+    assert "4 data-parallel ranks on 2 nodes" in node_refusals(resolved, config)[0]
 
 
 def test_the_spool_must_be_writable_and_roomy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

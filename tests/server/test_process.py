@@ -15,6 +15,7 @@ import pytest
 from eagle3_data.errors import ConfigError, ServerError
 from eagle3_data.protocol import SPOOL_ENV, SpoolConfig
 from eagle3_data.server.command import (
+    CPU_RANKS_ENV,
     ServerConfig,
     inspect_sglang,
     prepare_spool,
@@ -49,6 +50,8 @@ def test_commands() -> None:
     plain = text(dataclasses.replace(GPU, spool=None))
     assert "radix" not in plain
     assert "speculative" not in plain
+    parallel = text(dataclasses.replace(GPU, device="cpu", extra_args=("--dp-size", "8", "--enable-dp-attention")))
+    assert "--decode-attention-backend intel_amx --prefill-attention-backend intel_amx" in parallel
     draft = text(dataclasses.replace(GPU, spool=None, draft="/draft", device="cpu"))
     assert "--decode-attention-backend intel_amx --prefill-attention-backend intel_amx" in draft
     assert "--prefill-attention-backend" not in cpu, "with torch_native the states equal those of transformers"
@@ -74,6 +77,16 @@ def test_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (Path(stubs) / "torchvision" / "__init__.py").is_file()
     assert mine == "/mine"
     assert plain["HF_HUB_OFFLINE"] == "1"
+
+
+def test_ranks_on_a_cpu_have_cpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 4, 6, 7, 9}, raising=False)
+    two = dataclasses.replace(GPU, spool=None, device="cpu", tp=2)
+    assert server_environment(two)[CPU_RANKS_ENV] == "3,6,9|4,7"
+    assert server_environment(dataclasses.replace(two, tp=6))[CPU_RANKS_ENV] == "3|4|6|7|9|3"
+    assert CPU_RANKS_ENV not in server_environment(dataclasses.replace(two, tp=1))
+    monkeypatch.setenv(CPU_RANKS_ENV, "0-31|32-63")
+    assert server_environment(two)[CPU_RANKS_ENV] == "0-31|32-63"
 
 
 def test_interpreters_without_sglang_are_named(tmp_path: Path) -> None:

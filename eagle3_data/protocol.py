@@ -226,7 +226,7 @@ class DumpError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptureInfo:
-    """What a patched server says of itself: `internal_states[i].eagle3` in `/get_server_info`."""
+    """What a patched server says of itself: `internal_states[i].eagle3` in `/server_info`."""
 
     protocol: int
     plugin_version: str

@@ -207,7 +207,7 @@ class ReplayServer:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/health", self.on_health)
-        app.router.add_get("/get_server_info", self.on_info)
+        app.router.add_get("/server_info", self.on_info)
         app.router.add_post("/generate", self.on_generate)
         app.router.add_get("/eagle3/dumps/{rid}", self.on_fetch)
         app.router.add_delete("/eagle3/dumps/{rid}", self.on_delete)

@@ -1,7 +1,7 @@
 """One dump per prompt, full width, equal to one GPU's: tensor parallelism and data-parallel attention over two GPUs.
 
     python benchmarks/gpu/parallel.py --out RESULT.json                               two GPUs, about three minutes
-    python benchmarks/gpu/parallel.py --out RESULT.json --device cpu --shape tiny --ways tp1
+    python benchmarks/gpu/parallel.py --out RESULT.json --device cpu --shape tiny --ways tp1,tp2
 
 All servers load one checkpoint of random weights, written here first (see `shapes.make_weights` for why dummy weights
 will not do). Data-parallel attention runs on the DeepSeek shape, which SGLang has it for.

@@ -123,8 +123,8 @@ class ServerClient:
             await response.read()
 
     async def server_info(self) -> dict[str, Any]:
-        """SGLang's `/get_server_info`: its arguments, and `internal_states`, one per data-parallel rank."""
-        async with self._request("GET", "/get_server_info", timeout_s=QUICK_S) as response:
+        """SGLang's `/server_info`: its arguments, and `internal_states`, one per data-parallel rank."""
+        async with self._request("GET", "/server_info", timeout_s=QUICK_S) as response:
             return cast(dict[str, Any], await response.json())
 
     async def capture_infos(self) -> list[CaptureInfo]:

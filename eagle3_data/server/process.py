@@ -32,6 +32,8 @@ __all__ = ["Device", "ServerConfig", "ServerProcess", "free_port", "resolve_devi
 REFUSAL = "eagle3-data refuses to capture: "
 """How the plugin's refusals begin in the server's log."""
 POLL_S = 0.5
+GRACE_S = 10.0
+"""For a capturing server to write what it has captured."""
 LOG_LINES = 25
 """Lines of the log that an error shows when the plugin has not said what is wrong."""
 
@@ -108,13 +110,14 @@ class ServerProcess:
             self.stop(keep_log=True)
             raise
 
-    def stop(self, *, grace_s: float = 10.0, keep_log: bool = False) -> None:
-        """End the server and every process it started. Safe to call twice."""
+    def stop(self, *, keep_log: bool = False) -> None:
+        """End the server and every process it started; one that captures may finish its dumps. Safe to call twice."""
         process, self._process = self._process, None
         if process is not None:
-            _signal_group(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(grace_s)
+            if self.config.spool is not None:  # SGLang takes five seconds to end, and another has nothing to finish
+                _signal_group(process.pid, signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_S)
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
         if self._lifeline >= 0:

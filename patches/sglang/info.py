@@ -1,4 +1,4 @@
-"""What clients can ask: the `eagle3` part of `/get_server_info`."""
+"""What clients can ask: the `eagle3` part of `/server_info`."""
 
 from __future__ import annotations
 

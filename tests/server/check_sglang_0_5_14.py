@@ -1,4 +1,4 @@
-"""The hook path on SGLang 0.5.14, in an environment of its own: states equal transformers, chunked and not.
+"""The hook path on SGLang 0.5.14, in an environment of its own: states equal transformers, chunked or not, TP too.
 
     python tests/server/check_sglang_0_5_14.py --env FOLDER      makes an environment there (minutes the first time)
     python tests/server/check_sglang_0_5_14.py --python PYTHON   uses one that has SGLang 0.5.14 and eagle3-data
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import subprocess
 import sys
 import tempfile
@@ -89,9 +88,9 @@ async def check_states(server: RunningServer, kind: str, version: str, exact: bo
     report(f"{kind}: nothing left in the spool", not server.files(), ", ".join(server.files()))
 
 
-def run_kind(python: Path, version: str, kind: str, model: Path, *extra: str, exact: bool) -> None:
+def run_kind(python: Path, version: str, kind: str, model: Path, *extra: str, exact: bool, tp: int = 1) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="eagle3-check-") as folder:
-        config = dataclasses.replace(capture_config(model, Path(folder) / "spool", *extra), python=str(python))
+        config = capture_config(model, Path(folder) / "spool", *extra, tp=tp, python=str(python))
         try:
             with ServerProcess(config, log=Path(folder) / "log", start_timeout_s=600) as process:
                 server = RunningServer(kind, process.url, Path(folder) / "spool", model, process)
@@ -110,6 +109,7 @@ def main() -> int:
     python = options.python or make_environment(options.env)
     run_kind(python, options.sglang, "llama", tiny_model("llama"), exact=True)
     run_kind(python, options.sglang, "chunked", tiny_model("llama"), "--chunked-prefill-size", "64", exact=False)
+    run_kind(python, options.sglang, "ranks", tiny_model("llama"), exact=False, tp=2)
     run_kind(python, options.sglang, "qwen3", tiny_model("qwen3"), exact=True)
     print(f"{failures} failed")
     return int(failures > 0)

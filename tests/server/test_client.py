@@ -63,7 +63,7 @@ ANSWER = {"output_ids": [5], "meta_info": {"prompt_tokens": 3, "finish_reason": 
 
 @asynccontextmanager
 async def scripted(*, keepalive_s: float = 75.0, **routes: Handler) -> AsyncIterator[ServerClient]:
-    """A server with the given handlers for `health`, `get_server_info`, `generate` and `dumps`."""
+    """A server with the given handlers for `health`, `server_info`, `generate` and `dumps`."""
     app = web.Application()
     for name, handler in routes.items():
         path = "/eagle3/dumps/{rid}" if name == "dumps" else f"/{name}"
@@ -194,7 +194,7 @@ def test_no_server_and_no_url() -> None:
 )
 def test_servers_that_do_not_capture_are_unfit(states: list[Any], words: str) -> None:
     async def work() -> None:
-        async with scripted(get_server_info=answers({"internal_states": states})) as client:
+        async with scripted(server_info=answers({"internal_states": states})) as client:
             await client.capture_infos()
 
     with pytest.raises(ServerUnfit, match=words):
@@ -257,7 +257,7 @@ def test_diagnosis_names_what_is_wrong() -> None:
     expected = CaptureSpec(model="other", layers=(1, 3, 5), width=128, vocab_size=512)
 
     async def work() -> None:
-        routes = {"health": answers("ok"), "get_server_info": answers({"internal_states": [{"eagle3": info}]})}
+        routes = {"health": answers("ok"), "server_info": answers({"internal_states": [{"eagle3": info}]})}
         async with scripted(**routes) as client:
             found = await diagnose(client.url, expected)
         failed = {check.name for check in found.checks if not check.ok}
@@ -276,7 +276,7 @@ def test_diagnosis_of_what_is_not_there() -> None:
         async with scripted(health=answers("loading", 503)) as client:
             loading = await diagnose(client.url)
         assert [(check.name, check.ok) for check in loading.checks] == [("reachable", True), ("healthy", False)]
-        async with scripted(health=answers("ok"), get_server_info=answers({"internal_states": [{}]})) as client:
+        async with scripted(health=answers("ok"), server_info=answers({"internal_states": [{}]})) as client:
             plain = await diagnose(client.url)
         assert [(check.name, check.ok) for check in plain.checks][-1] == ("patched", False)
         assert not plain.ok

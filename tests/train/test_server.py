@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,6 @@ from eagle3_data.train.evaluate import (
     evaluate_beside,
     evaluate_draft,
     measure,
-    measure_plain,
     server_config,
 )
 from eagle3_data.train.export import export_draft
@@ -52,21 +52,24 @@ class Asked:
     prompts: list[EvalPrompt]
     """The learnt one's, then the held-out ones'."""
     plain: Measured
+    plain_url: str
+    """Of a server without a draft, which sleeps while nobody asks it."""
     config: EvalConfig
 
 
 @pytest.fixture(scope="module")
-def asked(sharp_target: Path) -> Asked:
+def asked(sharp_target: Path) -> Iterator[Asked]:
     data = target_samples(str(sharp_target), PROMPTS, answer_tokens=ANSWER, layers=(1, 3, 4))
     split = split_samples(data.keys, data.tokens, DataConfig(folder=Path("unused"), holdout_share=HOLDOUT), seed=0)
     learnt, heldout = int(split.train[0]), split.holdout.tolist()
     prompts = [replace(prompt, category="learnt") for prompt in heldout_prompts(data, [learnt], limit=None)]
     prompts += [replace(prompt, category="new") for prompt in heldout_prompts(data, heldout, limit=None)]
-    config = EvalConfig(target=str(sharp_target), max_new_tokens=ANSWER, device="cpu", dtype="float32")
-    plain = measure_plain(prompts, config)
-    for sample, answer in zip([learnt, *heldout], plain.answers, strict=True):
-        assert list(answer.output_ids) == data.samples[sample][IDS][-ANSWER:].tolist()  # recorded as it is served
-    return Asked(data, learnt, heldout, prompts, plain, config)
+    config = EvalConfig(target=str(sharp_target), max_new_tokens=ANSWER, concurrency=50, device="cpu", dtype="float32")
+    with ServerProcess(server_config(config, None)) as server:
+        (plain,) = asyncio.run(measure([Decoder(server.url, False)], prompts, config))
+        for sample, answer in zip([learnt, *heldout], plain.answers, strict=True):
+            assert list(answer.output_ids) == data.samples[sample][IDS][-ANSWER:].tolist()  # recorded as it is served
+        yield Asked(data, learnt, heldout, prompts, plain, server.url, config)
 
 
 def served(trained: TrainReport, out: Path, asked: Asked, *, draft_tokens: int) -> EvalReport:
@@ -121,16 +124,15 @@ def test_a_draft_is_accepted_on_heldout_prompts_as_the_simulation_says(
     )
     trained = Trainer(config, asked.data).run()
     assert trained.heldout is not None
-    export, many = tmp_path / "export", replace(asked.config, concurrency=50)
+    export, twice = tmp_path / "export", replace(asked.config, rounds=2)
     export_draft(trained.output, export, dtype="float32", draft_tokens=3)
-    many, one = replace(many, rounds=2), asked.prompts[:1]
-    with ServerProcess(server_config(many, export)) as server, ServerProcess(server_config(many, None)) as plain:
-        assert hints(server.url, many) == []  # SGLang's own choice is 48, and the rest would wait
-        assert "takes 50 requests at once" in "".join(hints(server.url, replace(many, concurrency=51)))
-        report = evaluate_beside(server.url, plain.url, asked.prompts, many, draft=str(export))
-        for wrong in (Decoder(server.url, False), Decoder(plain.url, True)):
+    with ServerProcess(server_config(twice, export)) as server:
+        assert hints(server.url, twice) == []  # SGLang's own choice is 48, and the rest would wait
+        assert "takes 50 requests at once" in "".join(hints(server.url, replace(twice, concurrency=51)))
+        report = evaluate_beside(server.url, asked.plain_url, asked.prompts, twice, draft=str(export))
+        for wrong in (Decoder(server.url, False), Decoder(asked.plain_url, True)):
             with pytest.raises(ServerUnfit, match="without"):
-                asyncio.run(measure([wrong], one, many))
+                asyncio.run(measure([wrong], asked.prompts[:1], twice))
     assert (len(report.rates), len(report.speedups)) == (2, 2)
     assert report.equal_answers == len(asked.prompts)
     new = report.by_category["new"]

@@ -20,6 +20,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from eagle3_data import durable
 from eagle3_data.builders.samples.policy import sample_digest
 from eagle3_data.builders.samples.rows import Chunk, Drop
 from eagle3_data.builders.samples.spec import SampleSpec
@@ -171,19 +172,11 @@ class SampleWriter:
         }
         self._hidden[record_path(self.path)].write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         for hidden in self._hidden.values():
-            _fsync(hidden)
+            durable.fsync_file(hidden)
         record_path(self.path).unlink(missing_ok=True)
         for final, hidden in self._hidden.items():
             os.rename(hidden, final)
-        _fsync(self.path.parent)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        durable.fsync_dir(self.path.parent)
 
 
 def _batch(chunk: Chunk) -> pa.RecordBatch:

@@ -105,14 +105,12 @@ class Ledger:
             self._behind = False
         self._file.sync()
 
-    def forgive(self) -> list[str]:
-        """Clear the failures so that they are tried again; returns their keys."""
-        keys = list(self.failures)
+    def forgive(self) -> None:
+        """Clear the failures so that they are tried again."""
         self.failures = {}
         self._file.close()
         self.rewrite()
         self._file = durable.Lines(self.folder / FAILURES)
-        return keys
 
     def rewrite(self) -> None:
         durable.write_text(self.folder / FAILURES, "".join(row.to_line() for row in self.failures.values()))

@@ -116,11 +116,11 @@ def all_plans(config: BuildConfig, store: SampleStore, manifest: Manifest, base:
         still_open = {
             row for plan in plans for shard in plan if shard.name not in sealed for row in shard.rows.tolist()
         }
-        failed = set(ledger.forgive())
-        rows = [row for row in range(len(store)) if row not in still_open and store.row(row).key in failed]
+        rows = [row for row in range(len(store)) if row not in still_open and store.row(row).key in ledger.failures]
         if rows:
             add(rows)
             durable.write_text(path, json.dumps([*rounds, rows]))
+        ledger.forgive()  # last: a sample that is neither failed nor planned would be lost
     return plans
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 import eagle3_data.builders.pool as pool
+from eagle3_data import durable
 from eagle3_data.builders.build import build
+from eagle3_data.builders.ledger import Ledger
 from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.builders.stored import remember
 from eagle3_data.cli import main
@@ -160,6 +162,32 @@ def test_c41_one_nan_in_a_hundred_is_counted_forty_stop_the_run(builds: Builds) 
     assert report.resumed >= kept
     assert report.saved == 100
     check_content(builds.folder / "forty", samples, server.spec)
+
+
+def test_a_retry_that_is_killed_at_its_start_loses_no_sample(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = write_samples(builds.folder / "s.jsonl", 60)
+
+    def killed(path: Path, text: str) -> None:
+        if path.name == "retries.json":
+            raise RuntimeError("killed")
+        write_text(path, text)
+
+    write_text = durable.write_text
+    with builds.server(Faults(dump={3: "nan", 50: "nan"})) as server:
+        assert builds.run("out", samples, server.url, retries=0, max_failure_share=0.1).failed == {"non_finite": 2}
+        with monkeypatch.context() as patched:
+            patched.setattr(durable, "write_text", killed)
+            with pytest.raises(RuntimeError, match="killed"):
+                builds.run("out", samples, server.url, retry_failed=True)
+        assert builds.run("out", samples, server.url).failed == {"non_finite": 2}
+        with monkeypatch.context() as patched:  # and between the two writes
+            patched.setattr(Ledger, "forgive", lambda _: killed(Path("retries.json"), ""))
+            with pytest.raises(RuntimeError, match="killed"):
+                builds.run("out", samples, server.url, retry_failed=True)
+        assert builds.run("out", samples, server.url).failed == {"non_finite": 2}
+        report = builds.run("out", samples, server.url, retry_failed=True)
+        assert (report.complete, report.saved, report.failed) == (True, 60, {})
+        check_content(builds.folder / "out", samples, server.spec)
 
 
 def test_retry_puts_failed_samples_in_shards_of_their_own(builds: Builds) -> None:

@@ -24,6 +24,8 @@ NATIVE = (0, 5, 23)
 CAPTURING_REQUESTS = 128
 """At once in a capturing server: one that is told to speculate, as native capture is, takes 48 by itself. Not more
 than fill a batch, since targets with linear attention (Qwen3-Next) reserve a state of tens of MB for each."""
+DP_ATTENTION = ("--enable-dp-attention", "--attn-dp-size")
+"""Either spelling gives data-parallel ranks attention of their own; the second is newer."""
 CPU_RANKS_ENV = "SGLANG_CPU_OMP_THREADS_BIND"
 PORTS = range(20_000, 32_000)
 """Below Linux's ephemeral ports, and with room for the ports that SGLang derives by adding to this one."""
@@ -94,7 +96,7 @@ def server_command(config: ServerConfig, *, port: int, native: bool) -> list[str
         # Decoding: torch_native loops over requests. Prefill: torch_native equals transformers bit for bit, and only
         # the other can verify a draft, or fill a rank's batch up to the longest of all data-parallel ranks.
         command += ["--decode-attention-backend", "intel_amx"]
-        if config.draft or "--enable-dp-attention" in config.extra_args:
+        if config.draft or any(arg.partition("=")[0] in DP_ATTENTION for arg in config.extra_args):
             command += ["--prefill-attention-backend", "intel_amx"]
         command += ["--max-total-tokens", "16384", "--mem-fraction-static", "0.3"]
         command += ["--chunked-prefill-size", "-1", "--sleep-on-idle"]

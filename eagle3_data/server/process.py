@@ -32,6 +32,7 @@ __all__ = ["Device", "ServerConfig", "ServerProcess", "free_port", "resolve_devi
 REFUSAL = "eagle3-data refuses to capture: "
 """How the plugin's refusals begin in the server's log."""
 POLL_S = 0.5
+GONE_S, GONE_POLL_S = 60.0, 0.05
 GRACE_S = 10.0
 """For a capturing server to write what it has captured."""
 LOG_LINES = 25
@@ -111,15 +112,21 @@ class ServerProcess:
             raise
 
     def stop(self, *, keep_log: bool = False) -> None:
-        """End the server and every process it started; one that captures may finish its dumps. Safe to call twice."""
+        """End the server and every process it started; one that captures may finish its dumps. Safe to call twice.
+
+        Returns when they are gone, with their memory and ports: the next server may want both.
+        """
         process, self._process = self._process, None
         if process is not None:
-            if self.config.spool is not None:  # SGLang takes five seconds to end, and another has nothing to finish
+            if (
+                self.config.spool is not None
+            ):  # without capture there is nothing to finish; SGLang would take 5 s to end
                 _signal_group(process.pid, signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE_S)
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
+            _wait_for_group(process.pid)
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -170,6 +177,22 @@ def _healthy(url: str) -> bool:
             return bool(response.status == 200)
     except (OSError, ValueError):  # HTTPError, URLError, resets, timeouts
         return False
+
+
+def _wait_for_group(group: int) -> None:
+    """SIGKILL only begins an end: a process with a GPU or pinned memory takes seconds to give them back."""
+    end = time.monotonic() + GONE_S
+    while time.monotonic() < end and any(_is_alive(stat, group) for stat in Path("/proc").glob("[0-9]*/stat")):
+        time.sleep(GONE_POLL_S)
+
+
+def _is_alive(stat: Path, group: int) -> bool:
+    """Whether a process of `group` still holds anything; a zombie, which waits for its parent alone, does not."""
+    try:
+        state, _, of, *_ = stat.read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return int(of) == group and state != "Z"
 
 
 def _signal_group(group: int, number: int) -> None:

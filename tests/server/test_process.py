@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from eagle3_data.errors import ConfigError, ServerError
 from eagle3_data.protocol import SPOOL_ENV, SpoolConfig
+from eagle3_data.server import process
 from eagle3_data.server.command import (
     CPU_RANKS_ENV,
     ServerConfig,
@@ -52,6 +54,8 @@ def test_commands() -> None:
     assert "speculative" not in plain
     parallel = text(dataclasses.replace(GPU, device="cpu", extra_args=("--dp-size", "8", "--enable-dp-attention")))
     assert "--decode-attention-backend intel_amx --prefill-attention-backend intel_amx" in parallel
+    newer = text(dataclasses.replace(GPU, device="cpu", extra_args=("--attn-dp-size=8",)))
+    assert "--prefill-attention-backend intel_amx" in newer
     draft = text(dataclasses.replace(GPU, spool=None, draft="/draft", device="cpu"))
     assert "--decode-attention-backend intel_amx --prefill-attention-backend intel_amx" in draft
     assert "--prefill-attention-backend" not in cpu, "with torch_native the states equal those of transformers"
@@ -77,6 +81,55 @@ def test_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (Path(stubs) / "torchvision" / "__init__.py").is_file()
     assert mine == "/mine"
     assert plain["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_server_that_was_stopped_has_left_nothing(
+    captures: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that is there for a second after the kill, as one that gives GPU memory back may be, is waited for."""
+    code = "import time; time.sleep(100)"
+    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"]
+    monkeypatch.setattr(process, "server_command", lambda *_, **__: command)
+    monkeypatch.setattr(process, "inspect_sglang", lambda *_: (0, 5, 23))
+    monkeypatch.setattr(ServerProcess, "_wait_until_healthy", lambda _: wait_for_children())
+    spool = {"spool": tmp_path / "spool", "spool_config": SpoolConfig()} if captures else {"spool": None}
+    server = ServerProcess(dataclasses.replace(GPU, tp=1, **spool), log=tmp_path / "log")  # type: ignore[arg-type]
+    signals: list[int] = []
+    kill = os.killpg
+
+    def slowly(group: int, number: int) -> None:
+        signals.append(number)
+        if number == signal.SIGKILL:
+            os.kill(group, number)
+            threading.Timer(1.0, kill, (group, number)).start()
+
+    def wait_for_children() -> None:
+        assert server._process is not None
+        while len(members(server._process.pid)) < 3:
+            time.sleep(0.05)
+
+    monkeypatch.setattr(process, "GRACE_S", 0.1)
+    monkeypatch.setattr(os, "killpg", slowly)
+    server.start()
+    assert server._process is not None
+    group = server._process.pid
+    server.stop()
+    assert members(group) == []
+    assert signals == [signal.SIGTERM, signal.SIGKILL][not captures :]
+
+
+def members(group: int) -> list[int]:
+    """Processes of a group, without those that only wait to be asked for their exit code."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, of, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(of) == group and state != "Z":
+            found.append(int(folder.name))
+    return found
 
 
 def test_ranks_on_a_cpu_have_cpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

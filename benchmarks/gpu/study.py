@@ -23,7 +23,8 @@ from host import Host, Results, steady_rate, together
 
 from eagle3_data.builders.smollm2 import make_checkpoint
 from eagle3_data.train.eval_prompts import EvalPrompt, read_prompts
-from eagle3_data.train.evaluate import Decoder, EvalConfig, EvalReport, make_report, measure
+from eagle3_data.train.evaluate import EvalReport, make_report
+from eagle3_data.train.measure import Decoder, EvalConfig, measure
 
 HOLDOUT = 10
 DRAFT_TOKENS = 3
@@ -226,7 +227,7 @@ class Study:
     def evaluate(self, *served: Served, in_flight: list[int], repeats: int) -> dict[str, Any]:
         """Held-out questions, greedy, in a server for each of `served`: all of them up on one GPU, taking turns.
 
-        The one without a draft, if any, comes first; a speed-up is the median of the rounds' ratios to it.
+        With one without a draft among them a speed-up is the median of the rounds' ratios to it.
         """
         prompts, found = self.heldout(), {}
         with together(*(self.serve(one.name, one) for one in served)) as servers:
@@ -235,7 +236,8 @@ class Study:
                 some = prompts if n > 1 else prompts[: max(1, len(prompts) // 8)]  # one at a time takes long
                 config = self._config(n, repeats)
                 results = asyncio.run(measure(decoders, some, config))
-                plain = results[0] if served[0].draft is None else None
+                alone = (result for one, result in zip(served, results, strict=True) if one.draft is None)
+                plain = next(alone, None)
                 for one, result in zip(served, results, strict=True):
                     figures: dict[str, Any] = {"rounds": repeats, "tokens_per_s": result.tokens_per_s}
                     if one.draft is not None:

@@ -301,7 +301,8 @@ def stage_evaluate(folders: Folders, model: Path) -> dict[str, Any]:
     """Acceptance length in the real server on held-out prompts, and the same answers without the draft."""
     from eagle3_data.hub.digest import file_xxh3
     from eagle3_data.train.eval_prompts import read_prompts
-    from eagle3_data.train.evaluate import EvalConfig, evaluate_draft, measure_plain
+    from eagle3_data.train.evaluate import evaluate_draft, measure_plain
+    from eagle3_data.train.measure import EvalConfig
 
     head(6, f"the real server decodes {HELDOUT} held-out prompts with the draft, and without")
     path, digest = folders.out / "evaluation.json", file_xxh3(folders.draft / "model.safetensors")

@@ -57,7 +57,8 @@ def evaluate_command(
     from eagle3_data.server.command import Device
     from eagle3_data.train.compare import compare
     from eagle3_data.train.eval_hints import hints
-    from eagle3_data.train.evaluate import EvalConfig, evaluate_beside, evaluate_draft, evaluate_url, measure_plain
+    from eagle3_data.train.evaluate import evaluate_beside, evaluate_draft, evaluate_url, measure_plain
+    from eagle3_data.train.measure import EvalConfig
 
     if device not in get_args(Device):
         raise ConfigError(f"--device {device!r} is not one of {', '.join(get_args(Device))}")
@@ -69,6 +70,8 @@ def evaluate_command(
         )
     if url is not None and baseline:
         raise ConfigError("--url starts no server, so none without the draft", next="--baseline-url: one that runs")
+    if url is not None and baseline_url is not None and url.rstrip("/") == baseline_url.rstrip("/"):
+        raise ConfigError("--url and --baseline-url are one server", next="name two: with the draft, and without")
     if baseline_url is not None and url is None:
         raise ConfigError("--baseline-url goes with --url", next="--baseline starts a server without the draft")
     config = EvalConfig(
@@ -147,11 +150,14 @@ def show_report(report: EvalReport) -> None:
         length = f"{part.acceptance_length:.2f}"
         table.add_row(name, f"{part.answers}", f"{part.tokens:,}", length, positions, f"{part.low_diversity}")
     console.print(table, highlight=False, markup=False)
-    line = f"{report.tokens_per_s:,.1f} tok/s with the draft at {report.concurrency} in flight"
+    line, rounds = f"{report.tokens_per_s:,.1f} tok/s", len(report.rates)
+    if rounds > 1:
+        line += f" ({min(report.rates):,.1f} to {max(report.rates):,.1f} over {rounds} rounds)"
+    line += f" with the draft at {report.concurrency} in flight"
     if report.plain_tokens_per_s is not None:
         line += f", {report.plain_tokens_per_s:,.1f} without: {report.speedup:.2f}x"
-        if len(report.rates) > 1:
-            line += f" ({min(report.speedups):.2f} to {max(report.speedups):.2f} over {len(report.rates)} rounds)"
+        if rounds > 1:
+            line += f" ({min(report.speedups):.2f} to {max(report.speedups):.2f})"
         else:
             line += " (one round; --rounds 3 tells how far it goes up and down)"
     if report.equal_answers is not None:

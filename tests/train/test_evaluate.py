@@ -15,15 +15,8 @@ from eagle3_data.train.acceptance import Acceptance, Answer
 from eagle3_data.train.compare import compare
 from eagle3_data.train.eval_hints import hints
 from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts, read_prompts
-from eagle3_data.train.evaluate import (
-    Decoder,
-    EvalConfig,
-    EvalReport,
-    Measured,
-    make_report,
-    measure,
-    server_config,
-)
+from eagle3_data.train.evaluate import EvalReport, make_report, server_config
+from eagle3_data.train.measure import Decoder, EvalConfig, Measured, measure
 from tests.train.fakes import random_samples
 
 
@@ -99,8 +92,9 @@ def test_nothing_to_measure_and_nobody_to_ask() -> None:
     config, nobody = EvalConfig(target="t"), "http://127.0.0.1:1"
     with pytest.raises(ConfigError, match="no prompt"):
         asyncio.run(measure([Decoder(nobody, True)], [], config))
-    with pytest.raises(ConfigError, match="0 rounds"):
-        asyncio.run(measure([], [EvalPrompt("x", "a", (1,))], replace(config, rounds=0)))
+    for nothing in ({"rounds": 0}, {"concurrency": 0}, {"max_new_tokens": 1}):
+        with pytest.raises(ConfigError, match="measure nothing"):
+            EvalConfig(target="t", **nothing)  # type: ignore[arg-type]
     assert hints(nobody, config) == []  # hints alone: the evaluation itself says what is wrong
 
 
@@ -129,12 +123,15 @@ def test_a_running_server_is_asked_what_makes_its_rate_unfair(monkeypatch: pytes
     config = EvalConfig(target="t", concurrency=64)
     assert hints("http://one", config) == []
     told |= {"disable_radix_cache": False, "internal_states": [{"effective_max_running_requests_per_dp": 24}] * 2}
-    (limit,) = hints("http://one", config)
+    limit, cached = hints("http://one", config)
     assert "48 requests at once" in limit
-    cached = hints("http://one", replace(config, rounds=2, concurrency=48))
-    assert ["--disable-radix-cache" in hint for hint in cached] == [True]
+    assert "--disable-radix-cache" in cached
     told["disable_radix_cache"] = True
-    assert hints("http://one", replace(config, rounds=2, concurrency=48)) == []
+    assert hints("http://one", replace(config, concurrency=48)) == []
+    told["internal_states"] = ["somebody else's"]
+    assert hints("http://one", config) == []
+    told = ["somebody else's"]  # type: ignore[assignment]
+    assert hints("http://one", config) == []
 
 
 def test_as_many_requests_run_at_once_as_are_sent() -> None:
@@ -182,6 +179,11 @@ def test_drafts_are_compared_on_the_prompts_that_none_of_them_makes_repeat() -> 
         compare([report_of(measured([40], [20], 1.0, 0), "x")] * 2)
 
 
+def words(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, however wide the terminal."""
+    return " ".join(capsys.readouterr().out.split())
+
+
 def test_the_command_measures_each_draft_and_compares(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,3 +221,21 @@ def test_the_command_measures_each_draft_and_compares(
     assert "--baseline-url" in capsys.readouterr().err  # it had been left out without a word
     assert call(*common, "--draft", "one", "--baseline-url", "http://127.0.0.1:1") == 1
     assert "goes with --url" in capsys.readouterr().err
+    both = ("--url", "http://127.0.0.1:1", "--baseline-url")
+    assert call(*common, "--draft", "one", *both, "http://127.0.0.1:1/") == 1
+    assert "are one server" in capsys.readouterr().err
+
+    def beside(url: str, plain_url: str, prompts: list[EvalPrompt], config: EvalConfig, **_: object) -> object:
+        assert (url, plain_url, len(prompts)) == ("http://127.0.0.1:1", "http://127.0.0.1:2", 6)
+        found, plain = measured([40] * 6, [20] * 6, 50.0), measured([40] * 6, [0] * 6, 40.0)
+        found.rates.extend([60.0, 40.0][: config.rounds - 1])
+        plain.rates.extend([40.0, 40.0][: config.rounds - 1])
+        return make_report(found, plain, config, draft="one", took_turns=True)
+
+    monkeypatch.setattr(evaluate, "evaluate_beside", beside)
+    assert call(*common, "--draft", "one", *both, "http://127.0.0.1:2") == 0
+    assert "50.0 tok/s with the draft at 8 in flight, 40.0 without: 1.25x (one round" in words(capsys)
+    assert call(*common, "--draft", "one", *both, "http://127.0.0.1:2", "--rounds", "3") == 0
+    shown = words(capsys)
+    assert "50.0 tok/s (40.0 to 60.0 over 3 rounds) with the draft" in shown
+    assert "40.0 without: 1.25x (1.00 to 1.50); 6 of 6 greedy answers equal" in shown

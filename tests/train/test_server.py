@@ -16,17 +16,9 @@ from eagle3_data.server.process import ServerProcess
 from eagle3_data.train.config import DataConfig
 from eagle3_data.train.eval_hints import hints
 from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts
-from eagle3_data.train.evaluate import (
-    Decoder,
-    EvalConfig,
-    EvalReport,
-    Measured,
-    evaluate_beside,
-    evaluate_draft,
-    measure,
-    server_config,
-)
+from eagle3_data.train.evaluate import EvalReport, evaluate_beside, evaluate_draft, server_config
 from eagle3_data.train.export import export_draft
+from eagle3_data.train.measure import Decoder, EvalConfig, Measured, measure
 from eagle3_data.train.plan import split_samples
 from eagle3_data.train.trainer import Trainer, TrainReport
 from tests.train.conftest import MakeConfig
@@ -130,9 +122,10 @@ def test_a_draft_is_accepted_on_heldout_prompts_as_the_simulation_says(
         assert hints(server.url, twice) == []  # SGLang's own choice is 48, and the rest would wait
         assert "takes 50 requests at once" in "".join(hints(server.url, replace(twice, concurrency=51)))
         report = evaluate_beside(server.url, asked.plain_url, asked.prompts, twice, draft=str(export))
-        for wrong in (Decoder(server.url, False), Decoder(asked.plain_url, True)):
-            with pytest.raises(ServerUnfit, match="without"):
-                asyncio.run(measure([wrong], asked.prompts[:1], twice))
+        wrong = {"decodes with one": Decoder(server.url, False), "without speculation": Decoder(asked.plain_url, True)}
+        for message, decoder in wrong.items():
+            with pytest.raises(ServerUnfit, match=message):
+                asyncio.run(measure([decoder], asked.prompts[:1], twice))
     assert (len(report.rates), len(report.speedups)) == (2, 2)
     assert report.equal_answers == len(asked.prompts)
     new = report.by_category["new"]

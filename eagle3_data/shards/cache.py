@@ -141,15 +141,20 @@ class ShardCache:
             if not self._reserve(part, shard, keep):
                 return None
             self._download(part, shard, fetcher)
-            os.replace(part, final)
+            with self._room():  # a walk that counts may see a file that is renamed meanwhile under neither name
+                os.replace(part, final)
             _note(part).unlink(missing_ok=True)
         return self.map(shard)
 
     # ---------------------------------------------------------- room
 
+    def _room(self) -> contextlib.AbstractContextManager[bool]:
+        """While it is held no file comes, goes or is renamed, so what is counted is there."""
+        return _locked(self.folder / ".room.lock")
+
     def _reserve(self, part: Path, shard: ShardRow, keep: frozenset[str]) -> bool:
         """Make room and take it: the file gets its final size at once."""
-        with _locked(self.folder / ".room.lock"):
+        with self._room():
             if part.exists() and part.stat().st_size == shard.nbytes:
                 return True
             part.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import subprocess
@@ -402,14 +403,45 @@ def test_two_processes_and_one_small_cache(tmp_path: Path) -> None:
 
 
 def taken(folder: Path) -> int:
-    """Bytes of shards there and on their way; a file that is renamed meanwhile is counted once."""
-    found = {}
-    for path in folder.iterdir() if folder.exists() else ():
-        if path.name.endswith((".tar", ".tar.part")):
-            with contextlib.suppress(FileNotFoundError):
-                stat = path.stat()
-                found[stat.st_ino] = stat.st_size
-    return sum(found.values())
+    """Bytes of shards there and on their way, at one moment: a walk alone counts what went before others came."""
+    if not folder.exists():
+        return 0
+    with room(folder):
+        return sum(path.stat().st_size for path in folder.iterdir() if path.name.endswith((".tar", ".tar.part")))
+
+
+@contextlib.contextmanager
+def room(folder: Path) -> Iterator[None]:
+    """The lock under which readers count."""
+    with (folder / ".room.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_a_shard_takes_its_name_when_nobody_counts(
+    mirror: tuple[FolderServer, list[FakeDump]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A walk over the folder may see a file that is renamed meanwhile under neither name, and let too much in."""
+    data = RemoteShardSet.open(mirror[0].url)
+    shard, fetched, counted = data.manifest.shards[0], threading.Event(), threading.Event()
+    cache, read_into = ShardCache(CacheConfig(tmp_path / "c", 1 << 30)), Fetcher.read_into
+
+    def count_now(self: Fetcher, path: str, wanted: list[tuple[int, memoryview]]) -> None:
+        read_into(self, path, wanted)
+        fetched.set()
+        assert counted.wait(60)
+
+    monkeypatch.setattr(Fetcher, "read_into", count_now)
+    thread = threading.Thread(target=cache.get, args=(shard, data.fetcher))
+    thread.start()
+    assert fetched.wait(60)
+    with room(tmp_path / "c"):
+        counted.set()
+        thread.join(0.5)
+        assert thread.is_alive()
+        assert not cache.path(shard).exists()
+    thread.join(60)
+    assert cache.path(shard).exists()
 
 
 def test_cache_by_environment_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,8 +45,7 @@ class EvalReport:
     diverse_only: Acceptance
     """Without the answers that repeat themselves."""
     rates: list[float]
-    """tok/s of each round; `tokens_per_s` is their median."""
-    tokens_per_s: float
+    """tok/s of each round."""
     plain_tokens_per_s: float | None
     """Without the draft, when asked for."""
     speedups: list[float]
@@ -56,12 +55,17 @@ class EvalReport:
     per_prompt: list[PromptResult]
 
     @property
+    def tokens_per_s(self) -> float:
+        """Median."""
+        return statistics.median(self.rates)
+
+    @property
     def speedup(self) -> float | None:
         """Median."""
         return statistics.median(self.speedups) if self.speedups else None
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "speedup": self.speedup}
+        return {**asdict(self), "tokens_per_s": self.tokens_per_s, "speedup": self.speedup}
 
 
 def evaluate_url(
@@ -144,12 +148,10 @@ def make_report(
     categories = sorted({answer.prompt.category for answer in answers})
     equal, speedups = None, []
     if plain is not None:
-        pairs = (
-            zip(with_draft.rates, plain.rates, strict=True) if took_turns else product(with_draft.rates, plain.rates)
-        )
-        speedups = [rate / beside for rate, beside in pairs]
-    if plain is not None and config.temperature == 0.0:
-        equal = sum(a.output_ids == b.output_ids for a, b in zip(answers, plain.answers, strict=True))
+        rates = with_draft.rates, plain.rates
+        speedups = [rate / beside for rate, beside in (zip(*rates, strict=True) if took_turns else product(*rates))]
+        if config.temperature == 0.0:
+            equal = sum(a.output_ids == b.output_ids for a, b in zip(answers, plain.answers, strict=True))
     return EvalReport(
         draft=draft,
         target=config.target,
@@ -160,7 +162,6 @@ def make_report(
         by_category={name: Acceptance.of([a for a in answers if a.prompt.category == name]) for name in categories},
         diverse_only=Acceptance.of([answer for answer in answers if answer.diversity >= LOW_DIVERSITY]),
         rates=with_draft.rates,
-        tokens_per_s=with_draft.tokens_per_s,
         plain_tokens_per_s=plain.tokens_per_s if plain is not None else None,
         speedups=speedups,
         equal_answers=equal,

@@ -89,18 +89,18 @@ async def measure(
         if on_answer is not None:
             on_answer(done, total)
 
-    results = [Measured([], []) for _ in servers]
     async with AsyncExitStack() as opened:
         clients = [await opened.enter_async_context(ServerClient(one.url, api_key=config.api_key)) for one in servers]
         for server, client in zip(servers, clients, strict=True):
             _check_speculation(server, await _warm(client, prompts, config))
-        for _ in range(config.rounds):
-            for server, client, result in zip(servers, clients, results, strict=True):
-                answers, rate = await _round(client, prompts, config, count)
-                _check_speculation(server, answers)
-                result.rates.append(rate)
-                result.answers.extend(answers if len(result.rates) == 1 else ())
-    return results
+        rounds = [
+            [
+                await _round(server, client, prompts, config, count)
+                for server, client in zip(servers, clients, strict=True)
+            ]
+            for _ in range(config.rounds)
+        ]
+    return [Measured(turns[0][0], [rate for _, rate in turns]) for turns in zip(*rounds, strict=True)]
 
 
 def _check_speculation(server: Decoder, answers: Sequence[Answer]) -> None:
@@ -138,7 +138,11 @@ async def _ask(client: ServerClient, prompt: EvalPrompt, sampling: Sampling) -> 
 
 
 async def _round(
-    client: ServerClient, prompts: Sequence[EvalPrompt], config: EvalConfig, count: Callable[[], None]
+    server: Decoder,
+    client: ServerClient,
+    prompts: Sequence[EvalPrompt],
+    config: EvalConfig,
+    count: Callable[[], None],
 ) -> tuple[list[Answer], float]:
     """Every prompt once: (answers, tok/s)."""
     sampling = Sampling(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
@@ -153,4 +157,5 @@ async def _round(
     began = time.monotonic()
     answers = list(await asyncio.gather(*(ask(prompt) for prompt in prompts)))
     seconds = time.monotonic() - began
+    _check_speculation(server, answers)
     return answers, sum(len(answer.output_ids) for answer in answers) / max(seconds, 1e-9)

@@ -32,9 +32,10 @@ __all__ = ["Device", "ServerConfig", "ServerProcess", "free_port", "resolve_devi
 REFUSAL = "eagle3-data refuses to capture: "
 """How the plugin's refusals begin in the server's log."""
 POLL_S = 0.5
-GONE_S, GONE_POLL_S = 60.0, 0.05
 GRACE_S = 10.0
 """For a capturing server to write what it has captured."""
+GONE_S, GONE_POLL_S = 60.0, 0.05
+"""How long killed processes are waited for, and how often looked for."""
 LOG_LINES = 25
 """Lines of the log that an error shows when the plugin has not said what is wrong."""
 
@@ -118,9 +119,8 @@ class ServerProcess:
         """
         process, self._process = self._process, None
         if process is not None:
-            if (
-                self.config.spool is not None
-            ):  # without capture there is nothing to finish; SGLang would take 5 s to end
+            # SGLang takes five seconds to end by itself, and without capture has nothing to finish
+            if self.config.spool is not None:
                 _signal_group(process.pid, signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(GRACE_S)

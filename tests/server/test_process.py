@@ -106,30 +106,17 @@ def test_a_server_that_was_stopped_has_left_nothing(
 
     def wait_for_children() -> None:
         assert server._process is not None
-        while len(members(server._process.pid)) < 3:
+        while len(group_of(server._process.pid)) < 2:
             time.sleep(0.05)
 
     monkeypatch.setattr(process, "GRACE_S", 0.1)
     monkeypatch.setattr(os, "killpg", slowly)
     server.start()
     assert server._process is not None
-    group = server._process.pid
+    below = group_of(server._process.pid)
     server.stop()
-    assert members(group) == []
+    assert not any(alive(pid) for pid in below)
     assert signals == [signal.SIGTERM, signal.SIGKILL][not captures :]
-
-
-def members(group: int) -> list[int]:
-    """Processes of a group, without those that only wait to be asked for their exit code."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, of, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(of) == group and state != "Z":
-            found.append(int(folder.name))
-    return found
 
 
 def test_ranks_on_a_cpu_have_cpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from eagle3_data.protocol import AUX, IDS, LAST, default_aux_layers, ids_digest
+from eagle3_data.protocol import AUX, IDS, LAST, DumpMeta, default_aux_layers, ids_digest
 from eagle3_data.server.client import Sampling
 from eagle3_data.server.command import CAPTURING_REQUESTS
 from tests.models import LAYERS, expected_states
@@ -22,7 +22,7 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-async def capture_one(server: RunningServer, ids: list[int], rid: str) -> tuple[object, dict[str, torch.Tensor], int]:
+async def capture_one(server: RunningServer, ids: list[int], rid: str) -> tuple[DumpMeta, dict[str, torch.Tensor], int]:
     async with server.client() as client:
         reply = await client.prefill(ids, rid)
     meta, tensors = await captured(server, rid)

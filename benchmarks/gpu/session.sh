@@ -1,7 +1,7 @@
 #!/bin/bash
 # Every GPU benchmark once:  bash benchmarks/gpu/session.sh CARRIED RESULTS PROMPTS  (35 minutes on two GPUs)
 # or some:  ONLY="parallel end_to_end rival" bash ...
-# Nothing whose rate counts shares a GPU; answering and building do, with `parallel`.
+# Nothing whose rate counts shares a GPU; `parallel` shares one with answering or building.
 # Starts what needs no weights at once and waits for the model's parts, which later calls of setup.sh may bring.
 # Started with setsid it outlives the call. RESULTS/NAME.log tells how each is doing, RESULTS/over.log which have ended,
 # RESULTS/over that all have. OVERHEAD: other arguments for overhead.py. STUDY: arguments for end_to_end, rival, encodings.
@@ -11,6 +11,8 @@ cd "$(dirname "$0")/../.." || exit 1
 results=$2 prompts=$3 work=/dev/shm/eagle3-study
 mkdir -p "$results"
 mount -o remount,size=180G /dev/shm # a limit, not a reservation; a share would be of what memory the host has grown to by now
+# a virtual host's memory grows when it is first used, seconds for a few GiB: not while a rate is taken
+(head -c "${FILL:-64G}" /dev/zero > /dev/shm/eagle3-fill; rm -f /dev/shm/eagle3-fill; echo "memory: grown at $SECONDS s" >> "$results/over.log") &
 
 wanted() { [[ " ${ONLY:-$1} " == *" $1 "* ]]; }
 
@@ -39,11 +41,9 @@ if [ "$(nvidia-smi -L | wc -l)" = 1 ]; then
     touch "$results/over"
     exit
 fi
-measure 0,1 parallel &
-untimed=$!
 (
-    tail --pid=$untimed -f /dev/null
     measure 0 overhead --minutes 7 ${OVERHEAD:---soak 10000}
+    measure 0,1 parallel
     wanted encodings && ended build
     study 0 encodings:topk64 --encodings topk64 --stages train
     { wanted rival || wanted encodings; } && ended train
@@ -53,7 +53,7 @@ untimed=$!
 (
     measure 1 architectures
     until [ -e "$E3D_HOME/model/.ready" ]; do sleep 1; done
-    study 1 end_to_end # answers and builds while `parallel` runs
+    study 1 end_to_end
     study 1 encodings:fp8 --encodings fp8
     measure 1 fidelity --prompts "$prompts"
 ) &

@@ -5,7 +5,8 @@
 # Starts what needs no weights at once and waits for the model's parts, which later calls of setup.sh may bring.
 # Started with setsid it outlives the call. RESULTS/NAME.log tells how each is doing, RESULTS/over.log which have ended,
 # RESULTS/over that all have. OVERHEAD: other arguments for overhead.py. STUDY: arguments for end_to_end, rival, encodings.
-# On one GPU what needs two is left out, and trainings whose acceptance alone counts run side by side: read no rates there.
+# ENCODINGS: what end_to_end builds. On one GPU what needs two is left out, and trainings whose acceptance alone counts run
+# side by side: read no rates there. QUIET=1: so on two GPUs as well, since servers that are timed feel what else the cores do.
 cd "$(dirname "$0")/../.." || exit 1
 . benchmarks/gpu/setup.sh "$1"
 results=$2 prompts=$3 work=/dev/shm/eagle3-study
@@ -26,18 +27,24 @@ measure() { # GPUS NAME[:PART] [argument ...]: results in NAME.PART.json
 
 study() { measure "$1" "$2" --work "$work" --prompts "$prompts" $STUDY "${@:3}"; }
 
+end_to_end() { study "$1" end_to_end --encodings "${ENCODINGS:-bf16,fp8,topk64}" "${@:2}"; }
+
 ended() { until [ -e "$work/end_to_end.$1.done" ]; do sleep 1; done; }
 
-if [ "$(nvidia-smi -L | wc -l)" = 1 ]; then
+gpus=$(nvidia-smi -L | wc -l)
+if [ "$gpus" = 1 ] || [ -n "$QUIET" ]; then
     until [ -e "$E3D_HOME/model/.ready" ]; do sleep 1; done
-    study 0 end_to_end --stages answer,build,train
+    end_to_end 0 --stages answer,build,train
     study 0 rival &
     study 0 encodings
     wait
-    study 0 end_to_end
+    end_to_end 0
+    study 0 deeper
     measure 0 overhead --minutes 7 ${OVERHEAD:---soak 10000}
     measure 0 architectures
     measure 0 fidelity --prompts "$prompts"
+    [ "$gpus" = 1 ] || measure 0,1 parallel
+    [ "$gpus" = 1 ] || measure 0,1 ranks
     touch "$results/over"
     exit
 fi
@@ -53,8 +60,9 @@ fi
 (
     measure 1 architectures
     until [ -e "$E3D_HOME/model/.ready" ]; do sleep 1; done
-    study 1 end_to_end
+    end_to_end 1
     study 1 encodings:fp8 --encodings fp8
+    study 1 deeper
     measure 1 fidelity --prompts "$prompts"
 ) &
 wait

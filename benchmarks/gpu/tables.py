@@ -172,6 +172,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "ranks": ("Training on two GPUs", ranks),
     "fidelity": ("Real weights", fidelity),
     "end_to_end": ("From questions to a faster server", studies),
+    "deeper": ("The same draft in front of a slower target", studies),
     "rival": ("SpecForge's trainer on the same data", studies),
     "encodings": ("The same training on other encodings", studies),
 }

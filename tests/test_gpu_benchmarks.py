@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,14 +67,16 @@ def test_the_same_tenth_of_each_source_is_held_out(tmp_path: Path) -> None:
 
 
 def test_dumps_and_errors_are_taken_and_counted(tmp_path: Path) -> None:
-    from load import Drain
+    from load import Draining
 
     (tmp_path / "e3d-r-0-0.safetensors").write_bytes(b"12345")
     (tmp_path / "e3d-r-1-0.error.json").write_text(json.dumps({"reason": "pinned_full"}))
     (tmp_path / ".e3d-r-2-0.1-1.tmp").write_bytes(b"1")
-    drain, sent_all = Drain(tmp_path), asyncio.Event()
-    asyncio.run(drain.until(2, sent_all))
-    assert (set(drain.came), drain.errors, drain.nbytes) == ({"e3d-r-0-0"}, {"pinned_full": 1}, 5)
+    draining = Draining(tmp_path, 2)
+    before = time.monotonic()
+    taken = draining.result()
+    assert (set(taken.came), taken.errors, taken.nbytes) == ({"e3d-r-0-0"}, {"pinned_full": 1}, 5)
+    assert abs(taken.came["e3d-r-0-0"] - before) < 60.0, "one clock for both processes"
     assert [path.name for path in tmp_path.iterdir()] == [".e3d-r-2-0.1-1.tmp"]
 
 

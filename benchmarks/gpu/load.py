@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import statistics
+import subprocess
+import sys
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,18 +50,22 @@ class Measured:
 
 
 @dataclass
-class Drain:
-    """Takes dumps out of the spool the moment they appear, and notes when that was."""
+class Taken:
+    """What a drain found in the spool."""
 
-    spool: Path
     came: dict[str, float] = field(default_factory=dict)
+    """Request id -> when its dump was seen under its final name, by the machine's monotonic clock."""
     errors: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
 
-    def look(self) -> int:
-        """Files found now; in a thread of its own, since freeing a large file takes milliseconds."""
+    @property
+    def count(self) -> int:
+        return len(self.came) + sum(self.errors.values())
+
+    def look(self, spool: Path) -> int:
+        """Take away and note what is finished; files found."""
         found = 0
-        with os.scandir(self.spool) as entries:
+        with os.scandir(spool) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
@@ -73,15 +81,39 @@ class Drain:
                 found += 1
         return found
 
-    async def until(self, expected: int, sent_all: asyncio.Event) -> None:
-        deadline = None
-        while len(self.came) + sum(self.errors.values()) < expected:
-            if not await asyncio.to_thread(self.look):
-                await asyncio.sleep(0.002)
-            if sent_all.is_set():
-                deadline = deadline or time.monotonic() + DRAIN_TIMEOUT_S
-                if time.monotonic() > deadline:
-                    self.errors["never came"] = expected - len(self.came) - sum(self.errors.values())
+
+def drain(spool: Path, expected: int) -> Taken:
+    """Take dumps until all have come, or none has a minute after stdin was closed: all requests were answered then."""
+    taken, sent_all = Taken(), threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), sent_all.set()), daemon=True).start()
+    deadline = math.inf
+    while taken.count < expected and time.monotonic() < deadline:
+        if taken.look(spool):
+            deadline = math.inf
+            continue
+        time.sleep(0.002)
+        if sent_all.is_set():
+            deadline = min(deadline, time.monotonic() + DRAIN_TIMEOUT_S)
+    if missing := expected - taken.count:
+        taken.errors["never came"] = missing
+    return taken
+
+
+class Draining:
+    """`drain` in a process of its own: its work must not delay the load, whose answers and dumps come together."""
+
+    def __init__(self, spool: Path, expected: int) -> None:
+        command = [sys.executable, __file__, str(spool), str(expected)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it is at work
+
+    def result(self) -> Taken:
+        """Call when all requests were answered. Raises CalledProcessError."""
+        out, _ = self._process.communicate()
+        if self._process.returncode:
+            raise subprocess.CalledProcessError(self._process.returncode, self._process.args)
+        return Taken(**json.loads(out))
 
 
 async def run_case(url: str, case: Case, vocab: int, *, seed: int, run: str, spool: Path | None) -> Measured:
@@ -90,7 +122,7 @@ async def run_case(url: str, case: Case, vocab: int, *, seed: int, run: str, spo
     prompts = [[dice.randrange(8, vocab) for _ in range(case.tokens)] for _ in range(case.requests)]
     latency, ended = [0.0] * case.requests, [0.0] * case.requests
     todo = iter(range(case.requests))
-    drain, sent_all = Drain(spool or Path()), asyncio.Event()
+    draining = Draining(spool, case.requests) if spool is not None else None
     async with ServerClient(url) as client:
 
         def rid(i: int) -> str:
@@ -103,21 +135,23 @@ async def run_case(url: str, case: Case, vocab: int, *, seed: int, run: str, spo
                 ended[i] = time.monotonic()
                 latency[i] = ended[i] - began
 
-        draining = asyncio.create_task(drain.until(case.requests, sent_all)) if spool is not None else None
         began = time.monotonic()
         await asyncio.gather(*(worker() for _ in range(case.in_flight)))
         seconds = max(ended) - began
-        sent_all.set()
-        if draining is not None:
-            await draining
-    lags = [max(0.0, drain.came[rid(i)] - ended[i]) for i in range(case.requests) if rid(i) in drain.came]
+    taken = draining.result() if draining is not None else Taken()
+    lags = [max(0.0, taken.came[rid(i)] - ended[i]) for i in range(case.requests) if rid(i) in taken.came]
     return Measured(
         tokens_per_s=case.tokens * case.requests / seconds,
         latency_p50_s=statistics.median(latency),
         latency_p95_s=sorted(latency)[int(0.95 * (case.requests - 1))],
         lag_p50_s=statistics.median(lags) if lags else None,
         lag_max_s=max(lags) if lags else None,
-        dumps=len(drain.came),
-        dump_bytes=drain.nbytes,
-        errors=drain.errors,
+        dumps=len(taken.came),
+        dump_bytes=taken.nbytes,
+        errors=taken.errors,
     )
+
+
+if __name__ == "__main__":
+    print("ready", flush=True)
+    print(json.dumps(asdict(drain(Path(sys.argv[1]), int(sys.argv[2])))))

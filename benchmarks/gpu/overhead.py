@@ -3,9 +3,9 @@
     python benchmarks/gpu/overhead.py --out RESULT.json                       about nine minutes on one GPU
     ... --device cpu --shape tiny --cases 64x4,64x1 --budget 1000   to try it
 
-Both servers stay up and take turns, `--repeats` times, so a drifting machine favours neither. A case's figure is the
-median; the ratios are those of one round. `--soak N` sends N short prompts first and compares the capturing server's
-GPU memory before and after.
+Both servers stay up and take turns, `--repeats` times, each first in every other round, so a drifting machine favours
+neither. A case's figure is the median; the ratios are those of one round. `--soak N` sends N short prompts first and
+compares the capturing server's GPU memory before and after.
 """
 
 from __future__ import annotations
@@ -157,8 +157,9 @@ def measure(
             if bench.over:
                 print("out of time: the rest is left out", flush=True)
                 return
-            bench.load("plain", plain, case, None, repeat)
-            bench.load("dump", ours, case, spool, repeat)
+            turns = [("plain", plain, None), ("dump", ours, spool)]
+            for mode, server, where in turns if repeat % 2 == 0 else reversed(turns):
+                bench.load(mode, server, case, where, repeat)
             if options.build_factor and (case.tokens, case.in_flight) == options.cases[0]:
                 for mode, folder in builds.items():
                     bench.build(mode, ours, model, case, folder, repeat)

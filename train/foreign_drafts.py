@@ -49,10 +49,19 @@ def is_draft(folder: Path) -> bool:
 
 def import_draft(source: Path, out: Path, *, target: TargetInfo, draft_config: Path | None = None) -> ImportedDraft:
     """Write `out` as a checkpoint of ours. Raises ConfigError or TrainingError naming the field or tensor at fault."""
+    spec, weights = read_foreign(source, target, draft_config=draft_config)
+    write_checkpoint(out, spec, None, {DRAFT: weights})
+    engine = _engine_of(_read_config(draft_config or source / "config.json"))
+    return ImportedDraft(out, spec, "speculators" if engine == "vllm" else "specforge")
+
+
+def read_foreign(
+    source: Path, target: TargetInfo, *, draft_config: Path | None = None
+) -> tuple[DraftSpec, dict[str, Tensor]]:
+    """What the draft is, and its float32 weights (with `d2t`, `t2d`) under our names. Raises as `import_draft` does."""
     config = _read_config(draft_config or source / "config.json")
     engine = _engine_of(config)
-    tensors = _read_tensors(source)
-    tensors = {name.replace("layers.0.", "midlayer.", 1): t for name, t in tensors.items()}
+    tensors = {name.replace("layers.0.", "midlayer.", 1): t for name, t in _read_tensors(source).items()}
     # SpecForge's own `norm_output` is the norm before lm_head, which all drafts have; SGLang's feeds it back
     trainer = (source / TRAINING_STATE).exists()
     spec = spec_of(config, tensors, engine, target, trainer_config=trainer)
@@ -60,8 +69,7 @@ def import_draft(source: Path, out: Path, *, target: TargetInfo, draft_config: P
     if spec.reduced_vocab:
         vocab = map_from_d2t(_needed(tensors, "d2t", source), spec.vocab_size)
         weights |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
-    write_checkpoint(out, spec, None, {DRAFT: weights})
-    return ImportedDraft(out, spec, "speculators" if engine == "vllm" else "specforge")
+    return spec, weights
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -221,10 +221,12 @@ def to_device(
         if device.type == "cuda":
             host.buffer.used = torch.cuda.Event()  # type: ignore[no-untyped-call]
             host.buffer.used.record()
-        elif ready.aux.data_ptr() == host.buffer.aux.data_ptr():
-            ready = Batch(
-                ready.input_ids, ready.aux.clone(), ready.last.clone(), ready.document, ready.positions, ready.rows
+        else:  # what was not converted is still the buffer's, which the next batch is read into
+            aux, last = (
+                tensor.clone() if tensor.data_ptr() == memory.data_ptr() else tensor
+                for tensor, memory in ((ready.aux, host.buffer.aux), (ready.last, host.buffer.last))
             )
+            ready = Batch(ready.input_ids, aux, last, ready.document, ready.positions, ready.rows)
         pool.give(host.buffer)
     return ready
 
@@ -262,7 +264,7 @@ class Prefetcher:
         while (item := self._get()) is not None:
             if isinstance(item, Exception):
                 nothing = torch.zeros(self._collator.steps, dtype=torch.int64)
-                yield LoadedStep(Step((), Cursor()), nothing), iter(())
+                yield LoadedStep(Step((), Cursor(), Cursor(), 0), nothing), iter(())
                 return
             assert isinstance(item, LoadedStep)
             yield item, self._batches(item)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from eagle3_data.train.config import BatchConfig, DataConfig
 
 MIN_TOKENS = 3
 """A shorter sample has no row with an input token, a target and something to predict."""
+TURN = re.compile(r"_t[0-9]+$")
+"""How the key of a sample ends that is one of several of its conversation (a template that drops earlier reasoning)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +64,25 @@ class Split:
 
 def split_samples(keys: Sequence[str], tokens: npt.NDArray[np.int32], config: DataConfig, *, seed: int) -> Split:
     """Hold out `holdout_share` of the samples (at most `holdout_max_samples`), by a hash of the key: the choice does
-    not depend on the order of the shards, and a growing data set keeps it nearly unchanged."""
+    not depend on the order of the shards, and a growing data set keeps it nearly unchanged. All turns of a conversation
+    are on one side, since each has the earlier ones in its prompt."""
     usable = np.flatnonzero(tokens >= MIN_TOKENS)
+    names = (f"{seed}:{TURN.sub('', keys[i])}".encode() for i in usable.tolist())
+    digests = np.frombuffer(b"".join(hashlib.blake2b(name, digest_size=8).digest() for name in names), ">u8")
+    order = np.argsort(digests, kind="stable")
+    ordered = digests[order]
+    ends = np.flatnonzero(np.diff(ordered, append=ordered[-1:] + 1)) + 1  # where a conversation ends in this order
     wanted = min(round(len(usable) * config.holdout_share), config.holdout_max_samples)
-    if config.holdout_share > 0 and config.holdout_max_samples > 0 and len(usable) > 1:
-        wanted = max(wanted, 1)
-    digests = b"".join(hashlib.blake2b(f"{seed}:{keys[i]}".encode(), digest_size=8).digest() for i in usable.tolist())
+    whole = ends[ends <= wanted]
+    if len(whole) == 0 and config.holdout_share > 0 and config.holdout_max_samples > 0 and len(ends) > 1:
+        whole = ends[:1]
+    held = int(whole[-1]) if len(whole) else 0
     chosen = np.zeros(len(usable), dtype=bool)
-    chosen[np.argsort(np.frombuffer(digests, ">u8"), kind="stable")[:wanted]] = True
+    chosen[order[:held]] = True
     holdout, train = usable[chosen].astype(np.int64), usable[~chosen].astype(np.int64)
     if len(train) == 0:
         raise ConfigError(
-            f"no sample to train on: {len(keys)} in the data, {len(keys) - len(usable)} too short, {wanted} held out"
+            f"no sample to train on: {len(keys)} in the data, {len(keys) - len(usable)} too short, {held} held out"
         )
     cut = int((tokens[train] > config.max_sample_tokens).sum())
     return Split(train, holdout, len(keys) - len(usable), cut)
@@ -165,6 +175,8 @@ class EpochPlan:
         settings += [config.micro_batch_tokens, config.packing, config.bucket_samples, config.pad_multiple]
         self.key = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8).hexdigest()
         self._epoch: tuple[int, list[MicroBatch]] | None = None
+        self._lengths: dict[int, int] = {}
+        """Micro-batches of the epochs planned so far; asked for from another thread than plans them."""
 
     def epoch(self, number: int) -> list[MicroBatch]:
         if self._epoch is None or self._epoch[0] != number:
@@ -177,16 +189,31 @@ class EpochPlan:
                 order=order,
             )
             self._epoch = (number, batches)
+            self._lengths[number] = len(batches)
         return self._epoch[1]
 
-    def steps_in(self, epoch: int) -> int:
-        return -(-len(self.epoch(epoch)) // self.config.batches_per_step)
+    def batches_in(self, epoch: int) -> int:
+        """Micro-batches of an epoch."""
+        return self._lengths.get(epoch) or len(self.epoch(epoch))
 
-    def total_steps(self, epochs: int, max_steps: int | None) -> int:
-        """Optimizer steps of a run; epochs after the first two are taken to be as long as the second."""
-        first = sum(self.steps_in(epoch) for epoch in range(min(epochs, 2)))
-        steps = first + (self.steps_in(1) * (epochs - 2) if epochs > 2 else 0)
-        return min(steps, max_steps or steps)
+    def _typical(self, epoch: int) -> int:
+        """Epochs after the first two are taken to be as long as the second."""
+        return self.batches_in(min(epoch, 1))
+
+    def steps_left(self, cursor: Cursor, epochs: int) -> int:
+        """Optimizer steps from `cursor` to the end of the last epoch."""
+        if cursor.epoch >= epochs:
+            return 0
+        rest = [self.batches_in(cursor.epoch) - cursor.consumed]
+        rest += [self._typical(epoch) for epoch in range(cursor.epoch + 1, epochs)]
+        return sum(-(-batches // self.config.batches_per_step) for batches in rest)
+
+    def share(self, cursor: Cursor, epochs: int) -> float:
+        """Share of the run's micro-batches before `cursor`, 0..1: whatever number of them a step takes or took."""
+        done = sum(self._typical(epoch) for epoch in range(min(cursor.epoch, epochs)))
+        total = done + sum(self._typical(epoch) for epoch in range(cursor.epoch, epochs))
+        part = self._typical(cursor.epoch) * cursor.consumed / self.batches_in(cursor.epoch) if cursor.consumed else 0.0
+        return (done + part) / total if total else 1.0
 
     def largest_batch(self) -> int:
         """Upper limit on the positions of a micro-batch, for the buffers."""
@@ -213,7 +240,8 @@ class EpochPlan:
                 taken = batches[start : start + self.config.batches_per_step]
                 end = start + len(taken)
                 after = Cursor(epoch, end) if end < len(batches) else Cursor(epoch + 1, 0)
-                yield Step(tuple(share(taken, rank=rank, world=world)), after)
+                before = Cursor(epoch, start)
+                yield Step(tuple(share(taken, rank=rank, world=world)), before, after, len(taken))
                 start = end
 
 
@@ -225,7 +253,10 @@ def share(batches: Sequence[MicroBatch], *, rank: int, world: int) -> list[Micro
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rank's micro-batches of one optimizer step, and where the run stands after it."""
+    """One rank's micro-batches of one optimizer step, and where the run stands before and after it."""
 
     batches: tuple[MicroBatch | None, ...]
+    before: Cursor
     after: Cursor
+    micro_batches: int
+    """Of all ranks together; None in `batches` not counted."""

@@ -131,10 +131,14 @@ class Meter:
         tokens = torch.tensor([float(self._tokens)], dtype=torch.float64, device=self.device)
         return torch.cat([self._sums.flatten(), tokens])
 
-    def close(self, reduced: Tensor, state: TrainState, total_steps: int) -> Interval:
+    def leave_out(self, seconds: float) -> None:
+        """Time of this interval in which nothing was trained."""
+        self._since += seconds
+
+    def close(self, reduced: Tensor, state: TrainState, total_steps: int, data_share: float) -> Interval:
         """The interval's numbers from the reduced sums; updates the state's counters and starts a new interval."""
         seconds = max(time.monotonic() - self._since, 1e-9)
-        share = progress(state.step, total_steps, state.elapsed_s, self.config.optim)
+        share = progress(data_share, state.step, state.elapsed_s, self.config.optim)
         tokens = int(reduced[-1])
         state.tokens += tokens
         interval = Interval(

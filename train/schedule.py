@@ -1,4 +1,4 @@
-"""Learning rate over a run, by the share of it that is done: of the steps, or of the clock with a time limit."""
+"""Learning rate over a run, by the share of it that is done: of its data, or of a limit on steps or time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import math
 from eagle3_data.train.config import OptimConfig
 
 
-def progress(step: float, total_steps: int, elapsed_s: float, config: OptimConfig) -> float:
-    """Share of the run done, 0..1: of the steps or of `max_minutes`, whichever is further."""
-    share = step / max(total_steps, 1)
+def progress(data_share: float, step: float, elapsed_s: float, config: OptimConfig) -> float:
+    """Share of the run done, 0..1: of its data, of `max_steps` or of `max_minutes`, whichever is furthest.
+
+    Of the data and not of the steps that it makes, so that a run goes on where it was when it is resumed with more or
+    fewer micro-batches a step.
+    """
+    share = data_share
+    if config.max_steps is not None:
+        share = max(share, step / config.max_steps)
     if config.max_minutes is not None:
         share = max(share, elapsed_s / (60 * config.max_minutes))
     return min(share, 1.0)

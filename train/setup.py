@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file
 
 from eagle3_data.checkpoint import resolve_checkpoint
-from eagle3_data.errors import ConfigError, TrainingError
-from eagle3_data.train.checkpoint import DRAFT
 from eagle3_data.train.config import TrainConfig
 from eagle3_data.train.draft import Eagle3Draft
 from eagle3_data.train.loader import Samples
@@ -27,7 +23,8 @@ from eagle3_data.train.target import (
 from eagle3_data.train.teacher import Teacher, TopKTeacher
 from eagle3_data.train.ttt import TttModel
 from eagle3_data.train.vocab import VocabMap
-from eagle3_data.train.vocab_choice import make_vocab, move_head
+from eagle3_data.train.vocab_choice import make_vocab
+from eagle3_data.train.warm import read_warm
 
 Say = Callable[[str], None]
 
@@ -78,8 +75,10 @@ def make_parts(
     spec = draft_spec(config.draft, info, data.capture)
     longest = int(data.tokens[plan.split.train].max())
     spec = spec.trained_to(min(longest, config.data.max_sample_tokens))
-    warm = _warm_start(config.draft.init_from)
-    keep = warm.get("d2t") if warm is not None and config.draft.init_vocab == "keep" else None
+    warm = read_warm(config, info)
+    if warm is not None:
+        spec = warm.adapted(spec, say)
+    keep = warm.tensors.get("d2t") if warm is not None and config.draft.init_vocab == "keep" else None
     vocab = main_first(
         lambda: make_vocab(
             config,
@@ -97,13 +96,7 @@ def make_parts(
     weights = read_target_weights(folder, info)
     draft = make_draft(config, spec, weights, vocab, dtype=dtype)
     if warm is not None:
-        if config.draft.init_vocab == "data" and "lm_head.weight" in warm:
-            start = draft.lm_head.weight.detach()
-            warm["lm_head.weight"] = move_head(warm["lm_head.weight"], warm.get("d2t"), vocab, start)
-        missing = [name for name, p in draft.named_parameters() if name not in warm or warm[name].shape != p.shape]
-        if missing:
-            raise TrainingError(f"draft.init_from {config.draft.init_from} does not fit: {missing[0]}")
-        draft.load_state_dict({name: warm[name] for name, _ in draft.named_parameters()}, strict=False)
+        warm.load(draft, vocab, new_map=config.draft.init_vocab == "data")
     head = draft.embed_tokens if weights.head is weights.embed else weights.head.to(dtype)
     teacher = TopKTeacher(info, vocab.kept) if data.capture.top_k else Teacher(head, info, vocab.kept)
     trained = sum(p.numel() for p in draft.parameters())
@@ -120,14 +113,3 @@ def make_draft(
     rows = weights.head[vocab.kept].float() if config.draft.head_init == "target" else None
     draft.initialise(generator, head_rows=rows, identity_fc=config.draft.fc_init == "identity")
     return draft
-
-
-def _warm_start(path: Path | None) -> dict[str, torch.Tensor] | None:
-    if path is None:
-        return None
-    for name in (DRAFT, "model.safetensors"):
-        if (path / name).exists():
-            tensors = load_file(path / name)
-            # speculators and vLLM call the layer by its number, everybody else `midlayer`
-            return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in tensors.items()}
-    raise ConfigError(f"draft.init_from: {path} has neither {DRAFT} nor model.safetensors")

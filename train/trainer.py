@@ -34,6 +34,7 @@ from eagle3_data.train.loader import (
     empty_batch,
     to_device,
 )
+from eagle3_data.train.plan import Step
 from eagle3_data.train.progress import Meter, MetricsLog, StepResult, evaluation_line
 from eagle3_data.train.resume import Keeper
 from eagle3_data.train.schedule import progress, rate_factor
@@ -103,11 +104,14 @@ class Trainer:
         self.empty = empty_batch(data.capture, steps=config.ttt.steps, length=config.batch.pad_multiple)
         holdout = self.plan.holdout()
         self.heldout = Heldout(data, holdout, config) if holdout else None
-        self.total_steps = self.plan.total_steps(config.optim.epochs, config.optim.max_steps)
         restored = self.keeper.restore(self.plan.key, allowed=config.run.resume)
         self.state = restored or TrainState(plan_key=self.plan.key)
         if restored is not None:
-            self._say(f"resumed at step {restored.step:,}, epoch {restored.epoch}, from {config.run.output}")
+            done = self.plan.share(restored.cursor, config.optim.epochs)
+            where = f"step {restored.step:,}, epoch {restored.epoch}, {done:.1%} of the data"
+            self._say(f"resumed at {where}, from {config.run.output}")
+        steps = self.state.step + self.plan.steps_left(self.state.cursor, config.optim.epochs)
+        self.total_steps = min(steps, config.optim.max_steps or steps)
         self.signal = StopSignal(self._say)
         self._skipped_in_a_row = 0
         self._log: MetricsLog | None = None
@@ -196,6 +200,7 @@ class Trainer:
                 self._all_read(trouble)
             if agreed.log or saving or state.step == 1:
                 self._report_interval(meter)  # when saving, so that the saved counters are up to this step
+            training_ends = time.monotonic()
             if evaluating:
                 report = self._evaluate()
                 if config.run.early_stop_evals and state.evals_without_better >= config.run.early_stop_evals:
@@ -203,6 +208,7 @@ class Trainer:
                     break
             if saving:
                 self.keeper.save(state)
+            meter.leave_out(time.monotonic() - training_ends)
         if stopped == "finished":
             self._all_read(trouble)
         if meter.steps:
@@ -230,19 +236,19 @@ class Trainer:
     ) -> StepResult:
         config = self.config
         # the middle of this step, so that neither the first nor the last one has rate zero
-        done = progress(self.state.step + 0.5, self.total_steps, agreed.elapsed_s, config.optim)
+        done = progress(self._middle(loaded.step), self.state.step + 0.5, agreed.elapsed_s, config.optim)
         lr = config.optim.lr * rate_factor(done, config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        count = len(loaded.step.batches)
-        # gradients are averaged over ranks; with the global denominator they have to be summed
-        scale = float(self.accelerator.num_processes) if config.loss.denominator == "tokens" else 1.0 / count
+        # gradients are averaged over ranks: with the global denominator they have to be summed, else averaged over the
+        # micro-batches of all ranks, of which some may have one less
+        ranks, last_number = float(self.accelerator.num_processes), len(loaded.step.batches) - 1
+        scale = ranks if config.loss.denominator == "tokens" else ranks / max(loaded.step.micro_batches, 1)
         result = StepResult.empty(config.ttt.steps, self.device, lr)
         for number, host in enumerate(batches):
             result.tokens += host.tokens if host is not None else 0
             batch = to_device(host, self.empty, self.device, self.dtype, pool)
-            last = number == count - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            with contextlib.nullcontext() if number == last_number else self.accelerator.no_sync(self.model):
                 out = self.model(batch, agreed.counts_S.float())
                 self.accelerator.backward(out.loss * scale)
             result.sums += out.sums
@@ -255,6 +261,10 @@ class Trainer:
             self._skip(result.grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         return result
+
+    def _middle(self, step: Step) -> float:
+        epochs = self.config.optim.epochs
+        return (self.plan.share(step.before, epochs) + self.plan.share(step.after, epochs)) / 2
 
     def _skip(self, norm: float) -> None:
         """The norm is the same on every rank, so all of them skip together."""
@@ -269,7 +279,8 @@ class Trainer:
 
     def _report_interval(self, meter: Meter) -> None:
         values = self.accelerator.reduce(meter.reducible(), reduction="sum").cpu()
-        interval = meter.close(values, self.state, self.total_steps)
+        share = self.plan.share(self.state.cursor, self.config.optim.epochs)
+        interval = meter.close(values, self.state, self.total_steps, share)
         self._say(interval.line())
         self._record(interval.to_dict())
 

@@ -171,7 +171,8 @@ def _train(settings: TrainConfig, servers: tuple[str, ...]) -> None:
         return
     table = Table(title=f"{report.stopped} after {report.state.step:,} steps", show_header=False)
     table.add_row("trained tokens", f"{report.state.tokens:,}")
-    table.add_row("loss", f"{report.state.first_loss:.3f} -> {report.state.last_loss:.3f}")
+    if report.state.first_loss is not None and report.state.last_loss is not None:
+        table.add_row("loss", f"{report.state.first_loss:.3f} -> {report.state.last_loss:.3f}")
     table.add_row("acceptance length", f"{report.state.best_acceptance:.2f} (simulated, held out, best)")
     if report.state.skipped_steps:
         table.add_row("skipped steps", f"{report.state.skipped_steps:,}")

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import ShardCorrupt
 from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.shards import ShardSet
 from eagle3_data.shards.remote import RemoteShardSet
 from eagle3_data.train import loader
 from eagle3_data.train.config import BatchConfig, DataConfig
-from eagle3_data.train.loader import BufferPool, Collator, HostBatch, LoadedStep, Prefetcher, Samples
-from eagle3_data.train.plan import Cursor, EpochPlan, split_samples
+from eagle3_data.train.loader import (
+    BufferPool,
+    Collator,
+    HostBatch,
+    LoadedStep,
+    Prefetcher,
+    Samples,
+    empty_batch,
+    to_device,
+)
+from eagle3_data.train.plan import Cursor, EpochPlan, MicroBatch, split_samples
 from tests.builds import make_build
 from tests.train.fakes import MemorySamples, random_samples
 
@@ -202,3 +213,24 @@ def test_c67_a_cut_shard_stops_the_loader(tmp_path: Path) -> None:
         drain(loader, pool)
     assert isinstance(loader.error, ShardCorrupt)  # the trainer raises it where all ranks meet
     assert re.search(r"train-000004\.tar, sample 000000(12|13|14)", str(loader.error))
+
+
+@pytest.mark.parametrize("last", ["hidden", "topk:4"])
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_no_batch_looks_into_a_buffer_that_was_given_back(last: str, stored: str, compute: torch.dtype) -> None:
+    """Top-k logits are integers, which nothing converts: on a CPU they were a view of what is read into next."""
+    capture = CaptureSpec(model="m", layers=(1, 2, 4), width=8, dtype=stored, vocab_size=50, last=last)
+    pool = BufferPool(capture, positions=16, count=1, pinned=False)
+    buffer = pool.take()
+    assert buffer is not None
+    batch = empty_batch(capture, steps=2, length=16)
+    batch = replace(batch, aux=buffer.aux.view(1, 16, -1), last=buffer.last.view(1, 16, -1))
+    host = HostBatch(batch, buffer, 16, torch.zeros(1, 16, dtype=torch.uint8), MicroBatch(((0,),), 16))
+    ready = to_device(host, batch, torch.device("cpu"), compute, pool)
+    before = ready.aux.clone(), ready.last.clone()
+    assert pool.take() is buffer
+    for tensor in (buffer.aux, buffer.last):
+        tensor.view(torch.uint8).fill_(1)
+    assert torch.equal(ready.aux, before[0])
+    assert torch.equal(ready.last, before[1])

@@ -70,7 +70,7 @@ def test_ranks_end_together_and_see_each_sample_once_per_epoch(world: int) -> No
 def test_stop_and_go_on_at_other_world_sizes_has_no_gap_and_no_repeat() -> None:
     plan = make_plan(lengths(150), BatchConfig(micro_batch_tokens=1024, batches_per_step=3))
     whole = seen(walk(plan, 1, Cursor(), epochs=3))
-    per_epoch = plan.steps_in(0)
+    per_epoch = plan.steps_left(Cursor(), 1)
     first = walk(plan, 2, Cursor(), epochs=3, stop_after=per_epoch // 2)
     second = walk(plan, 4, first[0][-1].after, epochs=3, stop_after=per_epoch)  # ends in epoch 2
     assert second[0][-1].after.epoch == 1
@@ -117,3 +117,29 @@ def test_first_batch_of_100_000_samples_is_planned_within_two_seconds(packing: b
     plan = make_plan(tokens, config)
     next(plan.steps(Cursor(), rank=0, world=1, epochs=1))
     assert time.process_time() - began < 2.0
+
+
+def test_turns_of_a_conversation_are_on_one_side() -> None:
+    keys = [f"{row:08d}_t{turn}" for row in range(100) for turn in (0, 1, 2)] + [
+        f"{row:08d}" for row in range(100, 200)
+    ]
+    split = split_samples(keys, np.full(len(keys), 50, dtype=np.int32), DATA, seed=0)
+    rows = lambda samples: {keys[i][:8] for i in samples}  # noqa: E731
+    assert not rows(split.train) & rows(split.holdout)
+    assert 0 < len(split.holdout) <= round(0.1 * len(keys))
+    three = np.full(3, 50, dtype=np.int32)
+    assert len(split_samples(keys[:3], three, DATA, seed=0).holdout) == 0, "one conversation is trained on"
+    assert len(split_samples([keys[0], keys[1], keys[3]], three, DATA, seed=0).train) in (1, 2)
+
+
+def test_the_share_done_does_not_depend_on_batches_per_step() -> None:
+    """A run that is resumed with other batches per step is where it was, and ends at 1."""
+    tokens = lengths(150)
+    plans = [make_plan(tokens, BatchConfig(micro_batch_tokens=1024, batches_per_step=n)) for n in (1, 4)]
+    cursors = [step.after for step in plans[1].steps(Cursor(), rank=0, world=1, epochs=4)]
+    shares = [[plan.share(cursor, 4) for cursor in cursors] for plan in plans]
+    assert shares[0] == shares[1] == sorted(shares[0])
+    assert (plans[0].share(Cursor(), 4), shares[0][-1]) == (0.0, 1.0)
+    left = [plans[1].steps_left(cursor, 4) for cursor in cursors]
+    assert left[-1] == 0
+    assert all(0 <= a - b <= 2 for a, b in zip(left, left[1:], strict=False))  # later epochs are estimated

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from eagle3_data.builders.samples.spec import SampleSpec
+from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import AUX, LAST
@@ -21,8 +25,10 @@ from eagle3_data.shards import ShardSet
 from eagle3_data.train.checkpoint import DRAFT, OPTIMIZER, TrainState, checkpoints, read_draft
 from eagle3_data.train.config import load_config
 from eagle3_data.train.export import export_draft
+from eagle3_data.train.loader import BufferPool, Collator, LoadedStep
 from eagle3_data.train.plan import Cursor
-from eagle3_data.train.trainer import Trainer, TrainReport
+from eagle3_data.train.progress import Meter
+from eagle3_data.train.trainer import Trainer, TrainReport, _Agreed
 from tests.builds import make_build
 from tests.train.conftest import MakeConfig
 from tests.train.fakes import MemorySamples, random_samples
@@ -288,3 +294,148 @@ def test_bf16_keeps_float32_master_weights(make_config: MakeConfig, data: Memory
     }
     assert report.state.last_loss == pytest.approx(wide.state.last_loss, rel=0.03)
     assert report.state.last_loss != wide.state.last_loss
+
+
+def test_a_resume_with_more_batches_a_step_goes_on_where_the_rate_was(
+    make_config: MakeConfig, data: MemorySamples
+) -> None:
+    """Steps were compared with the new number of all steps: the rate was 0 for the rest of the run."""
+    short = ("optim.epochs=4", "optim.schedule=linear", "optim.warmup_share=0.0", "optim.final_lr_share=0.0")
+    trainer = Trainer(make_config(*short, "batch.batches_per_step=1", "run.log_every_s=0.0"), data)
+    total = trainer.total_steps
+    stopped = stop_at(trainer, total // 2)
+    again = make_config(*short, "batch.batches_per_step=4", "run.log_every_s=0.0")
+    finished = Trainer(again, data).run()
+    assert finished.stopped == "finished"
+    assert finished.state.step < total
+    rates = {line["step"]: line["train/lr"] for line in log_of(again.run.output) if "train/lr" in line}
+    after = [rate for step, rate in rates.items() if step > stopped.state.step]
+    assert rates[stopped.state.step] > after[0] > 0.3 * again.optim.lr
+    assert after == sorted(after, reverse=True)
+    assert 0 < after[-1] < after[0] / 3
+
+
+class OneOf:
+    """What the trainer needs of an accelerator, as one rank of several; keeps the gradient that DDP would average."""
+
+    def __init__(self, ranks: int) -> None:
+        self.num_processes, self.gradient = ranks, torch.zeros(())
+
+    def no_sync(self, _model: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip_grad_norm_(self, parameters: list[torch.nn.Parameter], _norm: float) -> torch.Tensor:
+        self.gradient = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+        return self.gradient.norm()
+
+
+@pytest.mark.parametrize("denominator", ["tokens", "valid", "batch"])
+def test_a_gradient_is_the_same_at_any_number_of_ranks(make_config: MakeConfig, denominator: str) -> None:
+    """5 micro-batches on 1, 2, 3 and 8 ranks, of which some have one less or none."""
+    data = random_samples([60] * 20, width=64, vocab=768, layers=(1, 3, 4))
+    config = make_config(f"loss.denominator={denominator}", "batch.batches_per_step=5", "data.holdout_share=0.0")
+    trainer = Trainer(config, data)
+    trainer.optimizer.step = lambda: None  # type: ignore[method-assign, assignment, misc]
+    step = next(trainer.plan.steps(Cursor(), rank=0, world=1, epochs=1))
+    collator = Collator(data, max_sample_tokens=128, steps=3, alignment="strict", reader_threads=1)
+    counts = sum((collator.count_rows(m) for m in step.batches if m is not None), torch.zeros(3, dtype=torch.int64))
+
+    def gradient(world: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for rank in range(world):
+            mine = next(trainer.plan.steps(Cursor(), rank=rank, world=world, epochs=1))
+            pool = BufferPool(data.capture, positions=trainer.plan.largest_batch(), count=8, pinned=False)
+            buffers = [pool.take() for _ in mine.batches]
+            hosts = [m and b and collator.collate(m, b) for m, b in zip(mine.batches, buffers, strict=True)]
+            trainer.accelerator = one = OneOf(world)  # type: ignore[assignment]
+            trainer._step(LoadedStep(mine, counts), iter(hosts), pool, _Agreed(counts.double(), False, False, 0.0))
+            total = total + one.gradient
+        return total / world
+
+    alone = gradient(1)
+    for world in (2, 3, 8):
+        assert torch.allclose(gradient(world), alone, rtol=1e-4, atol=1e-7), world
+
+
+def test_an_evaluation_is_no_training_time(
+    make_config: MakeConfig, data: MemorySamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_out: list[float] = []
+    monkeypatch.setattr(Meter, "leave_out", lambda _self, seconds: left_out.append(seconds))
+    real = Trainer._evaluate
+    monkeypatch.setattr(Trainer, "_evaluate", lambda self: (time.sleep(0.2), real(self))[1])
+    Trainer(make_config("optim.epochs=1", "run.eval_every_steps=2"), data).run()
+    assert [seconds >= 0.2 for seconds in left_out] == [step % 2 == 1 for step in range(len(left_out))]
+    meter = Meter(make_config(), torch.device("cpu"))
+    assert not meter.due()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "what"),
+    [
+        (("draft.fc_norm=true",), (), "fc_norm is True, this configuration's is False"),
+        (("draft.norm_output=true",), (), "norm_output is True"),
+        ((), ("draft.sliding_window_tokens=16",), "sliding_window_tokens is None"),
+        ((), ("draft.num_attention_heads=8", "draft.head_dim=8"), "num_attention_heads is 4"),
+    ],
+)
+def test_a_warm_start_that_would_compute_something_else_is_refused(
+    make_config: MakeConfig, data: MemorySamples, tmp_path: Path, first: tuple[str], second: tuple[str], what: str
+) -> None:
+    before = Trainer(make_config("optim.epochs=1", *first, output=tmp_path / "first"), data).run()
+    export = export_draft(before.checkpoint, tmp_path / "export", engine="sglang", dtype="float32").folder
+    for source in (before.checkpoint, before.output, export):
+        with pytest.raises(ConfigError, match=what) as caught:
+            Trainer(make_config(f"draft.init_from={source}", *second, output=tmp_path / "second"), data)
+        assert "set draft." in str(caught.value.next)
+    other = random_samples(LENGTHS, width=64, vocab=768, layers=(0, 2, 4))
+    with pytest.raises(ConfigError, match=r"outputs of layers \[1, 3, 4\], the data has \[0, 2, 4\]"):
+        Trainer(make_config(f"draft.init_from={export}", *first, output=tmp_path / "second"), other)
+
+
+def test_a_warm_start_keeps_the_drafts_rotary_base(
+    make_config: MakeConfig, data: MemorySamples, sharp_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No setting names it, and the target's may be another: the draft goes on as it was trained."""
+    before = Trainer(make_config("optim.epochs=1", output=tmp_path / "first"), data).run()
+    target = tmp_path / "target"
+    shutil.copytree(sharp_target, target)
+    config = json.loads((target / "config.json").read_text())
+    config.get("rope_parameters", config)["rope_theta"] = 5.0
+    (target / "config.json").write_text(json.dumps(config))
+    own = read_draft(before.checkpoint).spec.rope
+    warm = make_config(f"draft.init_from={before.checkpoint}", target=target, output=tmp_path / "second")
+    trainer = Trainer(warm, data)
+    assert trainer.core.draft.spec.rope == own
+    assert "rope is the draft's own" in capsys.readouterr().out
+    assert Trainer(make_config(target=target, output=tmp_path / "third"), data).core.draft.spec.rope.theta == 5.0
+
+
+def test_a_run_goes_on_when_the_draft_that_it_began_with_is_gone(
+    make_config: MakeConfig, data: MemorySamples, tmp_path: Path
+) -> None:
+    before = Trainer(make_config("optim.epochs=1", output=tmp_path / "first"), data).run()
+    config = make_config(f"draft.init_from={before.output}", "optim.epochs=2", output=tmp_path / "second")
+    stopped = stop_at(Trainer(config, data), 2)
+    shutil.rmtree(before.output)
+    finished = Trainer(config, data).run()
+    assert finished.state.step > stopped.state.step
+    with pytest.raises(ConfigError, match="neither a run folder"):
+        Trainer(make_config(f"draft.init_from={before.output}", output=tmp_path / "third"), data)
+
+
+def test_a_run_without_a_step_has_a_report(
+    make_config: MakeConfig, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C or a spent time limit before the first step."""
+    from eagle3_data.cli.train import _train
+
+    spec = CaptureSpec(model=str(tiny_llama), layers=(1, 3, 4), width=64, vocab_size=768)
+    make_build(tmp_path / "build", LENGTHS, spec=spec)
+    _train(make_config(f"data.folder={tmp_path / 'build'}", "optim.max_minutes=0.00001"), ())
+    said = capsys.readouterr().out
+    assert "time after 0 steps" in said
+    assert "loss  " not in said.partition("time after")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 
@@ -142,4 +143,4 @@ def test_the_share_done_does_not_depend_on_batches_per_step() -> None:
     assert (plans[0].share(Cursor(), 4), shares[0][-1]) == (0.0, 1.0)
     left = [plans[1].steps_left(cursor, 4) for cursor in cursors]
     assert left[-1] == 0
-    assert all(0 <= a - b <= 2 for a, b in zip(left, left[1:], strict=False))  # later epochs are estimated
+    assert all(0 <= a - b <= 2 for a, b in itertools.pairwise(left))  # later epochs are estimated

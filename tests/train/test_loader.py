@@ -224,6 +224,8 @@ def test_no_batch_looks_into_a_buffer_that_was_given_back(last: str, stored: str
     pool = BufferPool(capture, positions=16, count=1, pinned=False)
     buffer = pool.take()
     assert buffer is not None
+    for tensor in (buffer.aux, buffer.last):
+        tensor.view(torch.uint8).fill_(2)
     batch = empty_batch(capture, steps=2, length=16)
     batch = replace(batch, aux=buffer.aux.view(1, 16, -1), last=buffer.last.view(1, 16, -1))
     host = HostBatch(batch, buffer, 16, torch.zeros(1, 16, dtype=torch.uint8), MicroBatch(((0,),), 16))

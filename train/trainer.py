@@ -175,6 +175,9 @@ class Trainer:
 
     def _loop(self, loaded_steps: Prefetcher, pool: BufferPool) -> tuple[Stopped, HeldoutReport | None]:
         config, state = self.config, self.state
+        if self._early_stop():
+            self._say("stopped early before; raise run.early_stop_evals to train on")
+            return "early_stop", None
         limit_s = 60 * config.optim.max_minutes if config.optim.max_minutes is not None else math.inf
         meter = Meter(config, self.device)
         base_s, started = state.elapsed_s, time.monotonic()
@@ -203,7 +206,7 @@ class Trainer:
             training_ends = time.monotonic()
             if evaluating:
                 report = self._evaluate()
-                if config.run.early_stop_evals and state.evals_without_better >= config.run.early_stop_evals:
+                if self._early_stop():
                     stopped = "early_stop"
                     break
             if saving:
@@ -216,6 +219,10 @@ class Trainer:
         if report is None and stopped != "interrupted":
             report = self._evaluate()
         return stopped, report
+
+    def _early_stop(self) -> bool:
+        limit = self.config.run.early_stop_evals
+        return limit is not None and self.state.evals_without_better >= limit
 
     def _all_read(self, mine: Exception | None) -> None:
         """A step whose batches one rank could not read is neither saved nor evaluated."""

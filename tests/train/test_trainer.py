@@ -185,6 +185,10 @@ def test_early_stop(make_config: MakeConfig, data: MemorySamples) -> None:
     report = Trainer(config, data).run()
     assert report.stopped == "early_stop"
     assert report.state.evals_without_better == 3
+    again = Trainer(config, data).run()
+    assert (again.stopped, again.state.step) == ("early_stop", report.state.step), "the same command trains no further"
+    longer = make_config("optim.epochs=200", "run.eval_every_steps=1", "run.early_stop_evals=4")
+    assert Trainer(longer, data).run().state.step > report.state.step
 
 
 def test_resume_on_other_data_or_draft_is_refused(make_config: MakeConfig, data: MemorySamples) -> None:

@@ -65,12 +65,18 @@ def launch_command(engine: Engine, *, target: str, draft: str, draft_tokens: int
     command += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft]
     command += ["--speculative-num-steps", str(draft_tokens), "--speculative-eagle-topk", "1"]
     command += ["--speculative-num-draft-tokens", str(draft_tokens + 1)]
+    return shlex.join([*command, *draft_arguments(spec)])
+
+
+def draft_arguments(spec: DraftSpec) -> list[str]:
+    """What SGLang must be told about this draft that its config.json cannot say."""
+    arguments: list[str] = []
     if spec.sliding_window_tokens is not None:
-        command += ["--speculative-draft-window-size", str(spec.sliding_window_tokens)]
+        arguments += ["--speculative-draft-window-size", str(spec.sliding_window_tokens)]
     if spec.latent_attention:
         # the target's MLA backend may not serve a draft with plain attention
-        command += [DRAFT_BACKEND, "fa3"]
+        arguments += [DRAFT_BACKEND, "fa3"]
     if spec.target_quantised:
         # SGLang would take the target's --quantization for the draft, too
-        command += [DRAFT_QUANTISATION, "unquant"]
-    return shlex.join(command)
+        arguments += [DRAFT_QUANTISATION, "unquant"]
+    return arguments

@@ -15,10 +15,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from eagle3_data.server.command import ServerConfig
+from eagle3_data.server.command import ServerConfig, resolve_device
 from eagle3_data.server.process import ServerProcess
 from eagle3_data.train.acceptance import LOW_DIVERSITY, Acceptance
+from eagle3_data.train.engines import DRAFT_BACKEND
 from eagle3_data.train.eval_prompts import EvalPrompt
+from eagle3_data.train.export import serving_arguments
 from eagle3_data.train.measure import Decoder, EvalConfig, Measured, measure
 
 
@@ -127,6 +129,11 @@ def measure_plain(
 
 
 def server_config(config: EvalConfig, draft: Path | None) -> ServerConfig:
+    """As `export` says that the draft is served; the caller's own arguments win."""
+    of_draft = serving_arguments(draft) if draft is not None else ()
+    if DRAFT_BACKEND in of_draft and resolve_device(config.device) == "cpu":  # a CPU has one backend for all
+        at = of_draft.index(DRAFT_BACKEND)
+        of_draft = of_draft[:at] + of_draft[at + 2 :]
     return ServerConfig(
         model=config.target,
         device=config.device,
@@ -136,7 +143,10 @@ def server_config(config: EvalConfig, draft: Path | None) -> ServerConfig:
         draft=str(draft) if draft is not None else None,
         speculative_steps=config.draft_tokens,
         # with a draft SGLang takes 48 at once unless told; the rest would wait, and the comparison with plain be unfair
-        extra_args=("--disable-radix-cache", "--max-running-requests", str(config.concurrency), *config.server_args),
+        extra_args=(
+            *("--disable-radix-cache", "--max-running-requests", str(config.concurrency)),
+            *(*of_draft, *config.server_args),
+        ),
         python=config.python,
     )
 

@@ -6,6 +6,7 @@ vLLM:   speculators' `Eagle3Speculator`, tensors under `layers.0.`, embedding in
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,12 +23,13 @@ from eagle3_data import durable
 from eagle3_data.checkpoint import resolve_checkpoint
 from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.train.checkpoint import SavedDraft, read_draft
-from eagle3_data.train.engines import Engine, engine_layers, launch_command
-from eagle3_data.train.lint import Finding, errors_of, lint
+from eagle3_data.train.engines import Engine, draft_arguments, engine_layers, launch_command
+from eagle3_data.train.lint import ARCHITECTURES, Finding, errors_of, lint
 from eagle3_data.train.spec import DraftSpec
 from eagle3_data.train.target import read_target_info, read_target_weights
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS, CONFIG, SERVING = "model.safetensors", "config.json", "serving.json"
+"""SERVING: {"sglang_args": [...]}, `engines.draft_arguments`, for `evaluate`; engines do not read it."""
 SPECULATORS_VERSION = "0.4.0"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DtypeName = Literal["bfloat16", "float16", "float32"]
@@ -88,7 +90,7 @@ def sglang_config(spec: DraftSpec, dtype: DtypeName) -> dict[str, Any]:
     return config
 
 
-def vllm_config(spec: DraftSpec, dtype: DtypeName, *, draft_tokens: int) -> dict[str, Any]:
+def vllm_config(spec: DraftSpec, dtype: DtypeName, *, target: str, draft_tokens: int) -> dict[str, Any]:
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -117,7 +119,7 @@ def vllm_config(spec: DraftSpec, dtype: DtypeName, *, draft_tokens: int) -> dict
                     "verifier_accept_k": 1,
                 }
             ],
-            "verifier": {"name_or_path": spec.target_model, "architectures": [spec.target_architecture]},
+            "verifier": {"name_or_path": target, "architectures": [spec.target_architecture]},
         },
     }
 
@@ -149,9 +151,9 @@ def export_draft(
     model = target or spec.target_model
     tensors = export_tensors(spec, saved.tensors, DTYPES[dtype])
     if engine == "vllm":
-        config = vllm_config(spec, dtype, draft_tokens=draft_tokens)
+        config = vllm_config(spec, dtype, target=model, draft_tokens=draft_tokens)
         tensors = {name.replace("midlayer.", "layers.0.", 1): t for name, t in tensors.items()}
-        tensors["embed_tokens.weight"] = _embedding(saved, model).to(DTYPES[dtype]).contiguous()
+        tensors["embed_tokens.weight"] = _embedding(saved, target).to(DTYPES[dtype]).contiguous()
     else:
         config = sglang_config(spec, dtype)
     shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
@@ -160,7 +162,7 @@ def export_draft(
     errors = errors_of(findings)
     if errors:
         raise TrainingError(f"{engine} would not load this export:\n  " + "\n  ".join(map(str, errors)))
-    _write(out, config, tensors)
+    _write(out, config, {"sglang_args": draft_arguments(spec)} if engine == "sglang" else None, tensors)
     command = launch_command(
         engine,
         target=model,
@@ -171,19 +173,50 @@ def export_draft(
     return Export(out, engine, [finding for finding in findings if finding.level == "warning"], command)
 
 
-def _embedding(saved: SavedDraft, model: str) -> Tensor:
-    folder = resolve_checkpoint(model)
+def _embedding(saved: SavedDraft, served_as: str | None) -> Tensor:
+    """Of the target that the draft was trained for; where that is gone, of the one it will be served with."""
+    try:
+        folder = resolve_checkpoint(saved.spec.target_model)
+    except ConfigError:
+        if served_as is None:
+            raise
+        folder = resolve_checkpoint(served_as)
     return read_target_weights(folder, read_target_info(folder)).embed
 
 
-def _write(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    if out.exists() and not (out / CONFIG).exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} exists and is not a draft", next="name another folder with --out")
+def serving_arguments(draft: Path) -> tuple[str, ...]:
+    """What SGLang must be told to serve this exported draft; nothing for one that is not of ours."""
+    try:
+        return tuple(map(str, json.loads((draft / SERVING).read_text())["sglang_args"]))
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{draft / SERVING} cannot be read: {error}", next="export the draft again") from error
+
+
+def _refuse_to_replace(out: Path) -> None:
+    """Raises ConfigError when `out` holds anything that an export did not write."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        names = json.loads((out / CONFIG).read_text()).get("architectures") or []
+        ours = any(name in known for known in ARCHITECTURES.values() for name in names)
+        if ours and {path.name for path in out.iterdir()} <= {WEIGHTS, CONFIG, SERVING}:
+            return
+    raise ConfigError(f"{out} exists and is not an exported draft alone", next="name another folder with --out")
+
+
+def _write(
+    out: Path, config: Mapping[str, Any], serving: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]
+) -> None:
+    _refuse_to_replace(out)
     hidden = durable.hidden(out)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
     save_file(dict(tensors), hidden / WEIGHTS, metadata={"format": "pt"})
     (hidden / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    if serving is not None:
+        (hidden / SERVING).write_text(json.dumps(serving) + "\n")
     for path in hidden.iterdir():
         durable.fsync_file(path)
     if out.exists():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.protocol import default_aux_layers
-from eagle3_data.train.checkpoint import DRAFT, write_checkpoint
+from eagle3_data.train.checkpoint import DRAFT, SPEC, write_checkpoint
 from eagle3_data.train.engines import Engine, captured_by
 from eagle3_data.train.lint import ARCHITECTURES, expected_shapes
 from eagle3_data.train.rope import RopeSpec
@@ -49,6 +49,8 @@ def is_draft(folder: Path) -> bool:
 
 def import_draft(source: Path, out: Path, *, target: TargetInfo, draft_config: Path | None = None) -> ImportedDraft:
     """Write `out` as a checkpoint of ours. Raises ConfigError or TrainingError naming the field or tensor at fault."""
+    if out.exists() and {path.name for path in out.iterdir()} not in (set(), {DRAFT, SPEC}):
+        raise ConfigError(f"{out} holds something else than an imported draft", next="name another folder with --out")
     spec, weights = read_foreign(source, target, draft_config=draft_config)
     write_checkpoint(out, spec, None, {DRAFT: weights})
     engine = _engine_of(_read_config(draft_config or source / "config.json"))
@@ -165,6 +167,7 @@ def spec_of(
         max_positions=int(layer.get("max_position_embeddings") or target.max_positions),
         rope=RopeSpec.from_config(layer),
         latent_attention=target.latent_attention,
+        target_quantised=target.quantised,
         bos_token_id=target.bos_token_id,
         eos_token_id=target.eos_token_id,
         **switches,

@@ -22,13 +22,15 @@ from eagle3_data.train.loader import Samples
 
 FILES_PER_FOLDER = 2000
 WRITERS = 8
+NOTE = ".eagle3-export"
+"""Form and fingerprint of what a folder is filled with; hidden, as both projects list what lies there."""
 OnSample = Callable[[int, int], None]
 """Called with samples done and samples in all."""
 
 
 def export_specforge(data: Samples, out: Path, *, on_sample: OnSample) -> None:
     """`rows_{a}-{b}/data_{i}.ckpt`, torch files of four tensors, as SpecForge's prepare_hidden_states writes them."""
-    _check(data)
+    _check(data, out, "specforge")
 
     def write(i: int) -> None:
         low = i // FILES_PER_FOLDER * FILES_PER_FOLDER
@@ -66,7 +68,7 @@ def export_speculators(data: Samples, out: Path, *, norm_weight: Tensor, on_samp
     speculators applies the target's final norm itself. Ours are after it, so they are divided by its weight [W]: the
     norm of that is the same state again (its scale is lost in the norm anyway).
     """
-    _check(data)
+    _check(data, out, "speculators")
     layers = len(data.capture.layers)
     states, ids, masks = out / "hidden_states", [], []
     states.mkdir(parents=True, exist_ok=True)
@@ -104,8 +106,17 @@ def _save_rows(out: Path, ids: list[np.ndarray], masks: list[np.ndarray]) -> Non
     Dataset(table).with_format("torch").save_to_disk(str(out))
 
 
-def _check(data: Samples) -> None:
+def _check(data: Samples, out: Path, form: str) -> None:
+    """Raises ConfigError; leaves in `out` what is written there, so that no other data is mixed in."""
     if data.capture.last != "hidden":
         raise ConfigError("the data has no last hidden state, which both projects need")
     if len(data) == 0:
         raise ConfigError("the data has no sealed sample")
+    what = f"{form} {data.fingerprint}\n"
+    note = out / NOTE
+    if not note.exists() and out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty", next="name another folder with --out")
+    if note.exists() and note.read_text() != what:
+        raise ConfigError(f"{out} holds an export of other data or in another form", next="name another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    durable.write_text(note, what)

@@ -69,7 +69,7 @@ def make_app(command: str | None) -> Any:
 
     for name, (module, function, summary) in COMMANDS.items():
         if name == command:
-            settings = {"allow_extra_args": True} if name == "serve" else {}
+            settings = {"allow_extra_args": True} if name in ("serve", "evaluate") else {}
             found = getattr(importlib.import_module(f"eagle3_data.cli.{module}"), function)
             app.command(name, context_settings=settings)(found)
         else:

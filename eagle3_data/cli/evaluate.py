@@ -26,6 +26,7 @@ OptionalInt = Optional[int]  # noqa: UP045
 
 
 def evaluate_command(
+    context: typer.Context,
     draft: Annotated[list[Path], typer.Option(help="Exported draft (SGLang); repeat to compare several.")],
     target: Annotated[str, typer.Option(help="The target: folder or hub id.")],
     prompts: Annotated[OptionalPath, typer.Option(help="JSONL with prompt or messages, and category.")] = None,
@@ -44,13 +45,14 @@ def evaluate_command(
     dtype: Annotated[str, typer.Option(help="SGLang's --dtype.")] = "auto",
     tp: Annotated[int, typer.Option(help="GPUs for tensor parallelism.")] = 1,
     python: Annotated[str, typer.Option(help="Interpreter that has SGLang.")] = sys.executable,
-    trust_remote_code: Annotated[bool, typer.Option(help="Run the tokenizer's own code.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run the checkpoint's own code, in SGLang, too.")] = False,
     log: Annotated[OptionalPath, typer.Option(help="Where SGLang's output goes.")] = None,
     out: Annotated[OptionalPath, typer.Option(help="Write the report as JSON.")] = None,
 ) -> None:
     """Measure a draft's acceptance length in the real SGLang server, which this command starts.
 
-    Several drafts are measured in turn on the same prompts and compared.
+    Several drafts are measured in turn on the same prompts and compared. What follows `--` goes to SGLang as it is,
+    with and without a draft.
 
     Example: eagle3-data evaluate --draft draft --target Qwen/Qwen3-8B --prompts prompts.jsonl --baseline --rounds 3
     """
@@ -74,6 +76,8 @@ def evaluate_command(
         raise ConfigError("--url and --baseline-url are one server", next="name two: with the draft, and without")
     if baseline_url is not None and url is None:
         raise ConfigError("--baseline-url goes with --url", next="--baseline starts a server without the draft")
+    if url is not None and context.args:
+        raise ConfigError(f"{context.args[0]} is for a server, and --url starts none", next="start the server with it")
     config = EvalConfig(
         target=target,
         draft_tokens=draft_tokens,
@@ -84,6 +88,7 @@ def evaluate_command(
         device=device,  # type: ignore[arg-type]
         tp=tp,
         dtype=dtype,
+        server_args=(*(("--trust-remote-code",) if trust_remote_code else ()), *context.args),
         python=python,
     )
     chosen = _prompts(prompts, data, run, target, trust_remote_code, limit)

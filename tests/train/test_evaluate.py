@@ -11,13 +11,16 @@ import pytest
 
 from eagle3_data.errors import ConfigError, InputError
 from eagle3_data.server.client import ServerClient
+from eagle3_data.server.command import Device, server_command
 from eagle3_data.train.acceptance import Acceptance, Answer
 from eagle3_data.train.compare import compare
 from eagle3_data.train.eval_hints import hints
 from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts, read_prompts
 from eagle3_data.train.evaluate import EvalReport, make_report, server_config
+from eagle3_data.train.export import export_draft
 from eagle3_data.train.measure import Decoder, EvalConfig, Measured, measure
 from tests.train.fakes import random_samples
+from tests.train.test_export import checkpoint
 
 
 def answer(
@@ -147,6 +150,26 @@ def test_server_arguments_win_last() -> None:
     assert server_config(EvalConfig(target="t"), None).draft is None
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_draft_is_measured_as_export_says_it_is_served(tmp_path: Path, device: Device) -> None:
+    """A draft with a sliding window was measured with full attention."""
+    checkpoint(tmp_path / "c", sliding_window_tokens=16, latent_attention=True, target_quantised=True)
+    export = export_draft(tmp_path / "c", tmp_path / "draft")
+    config = server_config(EvalConfig(target="t", device=device, server_args=("--x",)), export.folder)
+    arguments = " ".join(server_command(config, port=1, native=True))
+    told = ["--speculative-draft-window-size 16", "--speculative-draft-model-quantization unquant"]
+    told += ["--speculative-draft-attention-backend fa3"] if device == "cuda" else []
+    for argument in told:
+        assert argument in arguments
+        assert argument in export.command
+    assert arguments.endswith(" --x")
+    assert ("fa3" in arguments) == (device == "cuda")
+    assert "speculative" not in " ".join(server_config(EvalConfig(target="t"), None).extra_args)
+    (export.folder / "serving.json").write_text("{}")
+    with pytest.raises(ConfigError, match="export the draft again"):
+        server_config(EvalConfig(target="t"), export.folder)
+
+
 def measured(lengths: list[int], verifications: list[int], rate: float, repeat: int | None = None) -> Measured:
     answers = []
     for place, (tokens, checks) in enumerate(zip(lengths, verifications, strict=True)):
@@ -201,11 +224,13 @@ def test_the_command_measures_each_draft_and_compares(
     file.write_text("".join(json.dumps({"prompt": f"hello {i}"}) + "\n" for i in range(6)))
 
     def measure(draft: Path, prompts: object, config: EvalConfig, **_: object) -> object:
+        seen.append(config.server_args)
         if draft.name == "broken":
             raise ConfigError("the server does not start")
         checks = 20 if draft.name == "one" else 10
         return report_of(measured([40] * 6, [checks] * 6, 50.0, 5), draft.name)
 
+    seen: list[tuple[str, ...]] = []
     monkeypatch.setattr(evaluate, "evaluate_draft", measure)
     common = ["evaluate", "--target", str(tiny_llama), "--prompts", str(file), "--out", str(out)]
     assert call(*common, "--draft", "one", "--draft", "two") == 0
@@ -215,6 +240,10 @@ def test_the_command_measures_each_draft_and_compares(
     assert [report["draft"] for report in json.loads(out.read_text())] == ["one", "two"]
     assert call(*common, "--draft", "two", "--draft", "broken") == 1
     assert [report["draft"] for report in json.loads(out.read_text())] == ["two"]  # what was measured is kept
+    assert call(*common, "--draft", "one", "--trust-remote-code", "--", "--quantization", "fp8") == 0
+    assert seen[-1] == ("--trust-remote-code", "--quantization", "fp8")
+    assert call(*common, "--draft", "one", "--url", "http://127.0.0.1:1", "--", "--quantization", "fp8") == 1
+    assert "--quantization is for a server" in capsys.readouterr().err
     assert call(*common, "--draft", "one", "--draft", "two", "--url", "http://127.0.0.1:1") == 1
     assert "one server with one draft" in capsys.readouterr().err
     assert call(*common, "--draft", "one", "--baseline", "--url", "http://127.0.0.1:1") == 1

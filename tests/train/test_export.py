@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from eagle3_data.errors import TrainingError
+from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.protocol import default_aux_layers
 from eagle3_data.train.checkpoint import DRAFT, read_draft, write_checkpoint
 from eagle3_data.train.engines import Engine, captured_by, engine_layers
@@ -191,7 +192,9 @@ def test_what_only_some_versions_of_an_engine_load(
     tmp_path: Path, engine: Engine, switch: str, version: str | None, level: str | None
 ) -> None:
     spec = checkpoint(tmp_path / "c", **{switch: True})
-    config = sglang_config(spec, "bfloat16") if engine == "sglang" else vllm_config(spec, "bfloat16", draft_tokens=3)
+    config = sglang_config(spec, "bfloat16")
+    if engine == "vllm":
+        config = vllm_config(spec, "bfloat16", target="t", draft_tokens=3)
     shapes = {name: (torch.bfloat16, shape) for name, shape in expected_shapes(spec, engine).items()}
     maps = {"d2t": (torch.int64, (40,)), "t2d": (torch.bool, (96,))}
     findings = lint(config, {**shapes, **maps}, spec, engine, version=version)
@@ -245,8 +248,36 @@ def test_round_trip_and_replacement(tmp_path: Path) -> None:
         assert torch.equal(tensor, saved.tensors[name]), name
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("x")
-    with pytest.raises(Exception, match="not a draft"):
-        export_draft(tmp_path / "c", tmp_path / "mine")
+    (tmp_path / "out" / "notes").write_text("x")  # beside the export
+    for folder in ("mine", "out"):
+        with pytest.raises(ConfigError, match="not an exported draft alone"):
+            export_draft(tmp_path / "c", tmp_path / folder)
+        assert (tmp_path / folder / "notes").exists()
+
+
+def test_a_model_is_not_taken_for_an_older_export(tmp_path: Path, tiny_llama: Path) -> None:
+    """A target's folder has a config.json and a model.safetensors, too; it had been emptied."""
+    checkpoint(tmp_path / "c")
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_llama / name, model)
+    with pytest.raises(ConfigError, match="not an exported draft alone"):
+        export_draft(tmp_path / "c", model)
+    assert config_of(model)["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_the_embedding_is_the_training_targets_and_the_name_the_servings(tmp_path: Path, tiny_llama: Path) -> None:
+    shape = {"hidden_size": 64, "vocab_size": 768, "head_dim": 16}
+    checkpoint(tmp_path / "c", **shape, target_model=str(tiny_llama))
+    there = "/where/it/is/served"
+    result = export_draft(tmp_path / "c", tmp_path / "out", engine="vllm", target=there)
+    assert config_of(result.folder)["speculators_config"]["verifier"]["name_or_path"] == there
+    assert there in result.command
+    checkpoint(tmp_path / "moved", **shape, target_model=str(tmp_path / "gone"))
+    export_draft(tmp_path / "moved", tmp_path / "out", engine="vllm", target=str(tiny_llama))
+    with pytest.raises(ConfigError):
+        export_draft(tmp_path / "moved", tmp_path / "out", engine="vllm")
 
 
 def test_transformers_reads_the_layer_config() -> None:

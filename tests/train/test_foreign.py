@@ -23,6 +23,7 @@ from eagle3_data.protocol import AUX, IDS, LAST, MASK
 from eagle3_data.shards import ShardSet
 from eagle3_data.train.checkpoint import read_draft
 from eagle3_data.train.foreign_drafts import import_draft
+from eagle3_data.train.foreign_states import export_specforge
 from eagle3_data.train.target import read_final_norm, read_target_info
 from eagle3_data.verify import verify
 from tests.builds import make_build
@@ -230,3 +231,55 @@ def test_what_we_would_compute_differently_is_refused(
     (tmp_path / "export" / "config.json").write_text(json.dumps({**config_of(tmp_path / "export"), field: value}))
     with pytest.raises(ConfigError, match=field):
         import_draft(tmp_path / "export", tmp_path / "x", target=read_target_info(target))
+
+
+def test_an_import_replaces_nothing_but_an_imported_draft(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--out drafts` had emptied the folder of all drafts."""
+    checkpoint(tmp_path / "c", target_model=str(target), target_layers=8, **DRAFT)
+    command(monkeypatch, "export", tmp_path / "c", "--out", tmp_path / "theirs")
+    info = read_target_info(target)
+    for _ in range(2):
+        import_draft(tmp_path / "theirs", tmp_path / "drafts" / "one", target=info)
+    with pytest.raises(ConfigError, match="something else than an imported draft"):
+        import_draft(tmp_path / "theirs", tmp_path / "drafts", target=info)
+    assert read_draft(tmp_path / "drafts" / "one").spec.hidden_size == 64
+
+
+def test_an_imported_draft_knows_that_its_target_is_quantised(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path / "c", target_model=str(target), target_layers=8, **DRAFT)
+    command(monkeypatch, "export", tmp_path / "c", "--out", tmp_path / "theirs")
+    assert not import_draft(
+        tmp_path / "theirs", tmp_path / "plain", target=read_target_info(target)
+    ).spec.target_quantised
+    config = json.loads((target / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (target / "config.json").write_text(json.dumps(config))
+    assert import_draft(tmp_path / "theirs", tmp_path / "fp8", target=read_target_info(target)).spec.target_quantised
+
+
+@pytest.mark.parametrize("form", ["specforge", "speculators"])
+def test_an_export_of_states_is_of_one_build(
+    form: str,
+    build: Path,
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A second build's export had kept the first one's states, beside its own ids."""
+    make_build(tmp_path / "other", lengths=LENGTHS[::-1], spec=SPEC)
+    arguments = ["--to", form, "--out", tmp_path / "out", "--target", target]
+    for _ in range(2):  # the same goes on
+        command(monkeypatch, "export", build, *arguments)
+    monkeypatch.setattr(sys, "argv", ["eagle3-data", *map(str, ["export", tmp_path / "other", *arguments])])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code
+    assert "other data" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("x")
+    with pytest.raises(ConfigError, match="not empty"):
+        export_specforge(ShardSet.open(build), tmp_path / "mine", on_sample=lambda _done, _all: None)

@@ -30,7 +30,17 @@ from eagle3_data.shards.table import SampleTable
 
 FEATURE = "Eagle3StateTensor"
 ORIGIN = "_eagle3_origin"
-"""Attribute of a tensor that came from a shard: (content id, column, row)."""
+"""Attribute of a tensor that came from a shard: (content id, column, row, its count of changes in place by then).
+
+A plain tuple: it is saved with the tensor, and must not stand in the way of `torch.load`."""
+
+
+def refusal(column: str) -> ConfigError:
+    return ConfigError(
+        f"column {column} holds tensors that lie in shards; a changed one cannot go there",
+        next="return it under another name, leave it out of what you return, or change it after loading "
+        "(in the collate function)",
+    )
 
 
 @dataclass(frozen=True)
@@ -98,26 +108,20 @@ class StateTensor:
         return Place(self.location, self.content_id, self.cache_dir, self.cache_bytes, self.access)
 
     def encode_example(self, value: Any) -> int:
-        """The row of a tensor that came from here. Raises ConfigError for any other: it would be stored twice."""
+        """The row of a tensor that came from here. Raises ConfigError for any other, a changed one too."""
         if isinstance(value, torch.Tensor):
-            content_id, name, row = getattr(value, ORIGIN, ("", "", -1))
-            if (content_id, name) == (self.content_id, self.name):
+            content_id, name, row, version = getattr(value, ORIGIN, ("", "", -1, -1))
+            if (content_id, name, version) == (self.content_id, self.name, value._version):
                 return int(row)
         elif hasattr(value, "__index__"):
             return int(value)
-        raise self._refusal()
+        raise refusal(self.name)
 
     def cast_storage(self, storage: pa.Array) -> pa.Array:
         """Row numbers stay; anything else would be a copy of states. Raises ConfigError."""
         if pa.types.is_integer(storage.type) or pa.types.is_null(storage.type):
             return storage.cast(self.pa_type)
-        raise self._refusal()
-
-    def _refusal(self) -> ConfigError:
-        return ConfigError(
-            f"column {self.name} holds tensors that lie in shards; a changed one cannot go there",
-            next="return it under another name, or change it after loading (in the collate function)",
-        )
+        raise refusal(self.name)
 
     def decode_example(self, value: Any, token_per_repo_id: Mapping[str, Any] | None = None) -> torch.Tensor:
         """The tensor; a view of the mapped shard when that is on this machine."""
@@ -128,7 +132,7 @@ class StateTensor:
         tensor = place.ahead().take(row, self.name) if table.remote else table.read(row, (self.name,))[self.name]
         if self.name in (IDS, MASK):
             tensor = tensor.clone()  # small, and people change them in place
-        setattr(tensor, ORIGIN, (self.content_id, self.name, row))
+        setattr(tensor, ORIGIN, (self.content_id, self.name, row, tensor._version))
         return tensor
 
 

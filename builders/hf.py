@@ -19,6 +19,7 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.builder import Key
 
 from eagle3_data.builders.exports import refuse_exports
+from eagle3_data.builders.formats import teach_formats
 from eagle3_data.builders.mapping import teach_filter, teach_map
 from eagle3_data.builders.recipe import Recipe
 from eagle3_data.builders.tensors import Place, StateTensor
@@ -47,6 +48,7 @@ AHEAD = 32
 refuse_exports()
 teach_map()
 teach_filter()
+teach_formats()
 
 
 @dataclass

@@ -74,7 +74,7 @@ def row_number(row: Any) -> Any:
     return row
 
 
-@pytest.mark.parametrize("kind", [None])
+@pytest.mark.parametrize("kind", [None, "torch"])
 @pytest.mark.parametrize("function", [drop_returned, drop_in_row, drop_in_numpy, scale_states])
 def test_a_tensor_changed_in_place_is_refused(
     data: datasets.Dataset, function: Callable[[Any], Any], kind: str | None
@@ -113,7 +113,7 @@ def reverse(batch: Any) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("kind", [None])
+@pytest.mark.parametrize("kind", [None, "torch"])
 def test_what_is_not_changed_stays(data: datasets.Dataset, dumps: list[FakeDump], kind: str | None) -> None:
     """Returned whole, in part, merged or in batches (the last of one row, which a format stacks)."""
     data = data.with_format(kind)

@@ -7,6 +7,7 @@ access; unlike it, the bytes stay in their shard.
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from datasets.features.features import register_feature
@@ -29,6 +32,8 @@ from eagle3_data.shards.sources import Access
 from eagle3_data.shards.table import SampleTable
 
 FEATURE = "Eagle3StateTensor"
+_ARRAY = {"bfloat16": "float32"}
+"""Dtype of the array that `datasets` makes of a tensor, where it is another: NumPy has no bf16."""
 ORIGIN = "_eagle3_origin"
 """Attribute of a tensor that came from a shard: (content id, column, row, its count of changes in place by then).
 
@@ -99,20 +104,35 @@ class StateTensor:
 
     def __post_init__(self) -> None:
         self.access = Access()  # no field: it pickles with the data set, and is never written into a cache
+        self.decode = True
 
     def __call__(self) -> pa.DataType:
         return self.pa_type
+
+    def stored(self) -> StateTensor:
+        """The same column, showing what is stored: a row number, or in a stream an array."""
+        column = copy.copy(self)
+        column.decode = False  # what `datasets` asks features for
+        return column
 
     @property
     def place(self) -> Place:
         return Place(self.location, self.content_id, self.cache_dir, self.cache_bytes, self.access)
 
-    def encode_example(self, value: Any) -> int:
-        """The row of a tensor that came from here. Raises ConfigError for any other, a changed one too."""
+    def encode_example(self, value: Any) -> int | npt.NDArray[Any]:
+        """The row of a tensor that came from here. Raises ConfigError for any other, a changed one too.
+
+        A stream that renames columns shows us its tensors as arrays (`datasets` makes them): those stay values, and
+        `decode_example` makes tensors of them again. Into Arrow they do not go: `cast_storage`.
+        """
         if isinstance(value, torch.Tensor):
             content_id, name, row, version = getattr(value, ORIGIN, ("", "", -1, -1))
             if (content_id, name, version) == (self.content_id, self.name, value._version):
                 return int(row)
+        elif isinstance(value, np.ndarray) and value.ndim:
+            cast = value.astype(_ARRAY.get(self.dtype, self.dtype), copy=False)
+            if cast is value or np.array_equal(cast, value):  # whole numbers of another width, unharmed
+                return cast
         elif hasattr(value, "__index__"):
             return int(value)
         raise refusal(self.name)
@@ -125,6 +145,8 @@ class StateTensor:
 
     def decode_example(self, value: Any, token_per_repo_id: Mapping[str, Any] | None = None) -> torch.Tensor:
         """The tensor; a view of the mapped shard when that is on this machine."""
+        if isinstance(value, np.ndarray) and value.ndim:
+            return torch.from_numpy(value).to(getattr(torch, self.dtype))
         if not self.location:
             raise ConfigError(f"column {self.name} has lost its shards", next="load the data set with load_dataset")
         row, place = int(value), self.place

@@ -19,8 +19,10 @@ from datasets.arrow_writer import ArrowWriter
 from datasets.builder import Key
 
 from eagle3_data.builders.exports import refuse_exports
+from eagle3_data.builders.formats import teach_formats
 from eagle3_data.builders.mapping import teach_filter, teach_map
 from eagle3_data.builders.recipe import Recipe
+from eagle3_data.builders.streams import teach_streams
 from eagle3_data.builders.tensors import Place, StateTensor
 from eagle3_data.capture import CaptureSpec, Encoding
 from eagle3_data.errors import ConfigError, DatasetUnavailable
@@ -47,6 +49,8 @@ AHEAD = 32
 refuse_exports()
 teach_map()
 teach_filter()
+teach_formats()
+teach_streams()
 
 
 @dataclass

@@ -9,45 +9,57 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 from datasets.formatting.formatting import LazyDict, LazyRow
 
-from eagle3_data.builders.tensors import ORIGIN, StateTensor
+from eagle3_data.builders.shown import CHANGED, Column, Shown
+from eagle3_data.builders.tensors import StateTensor, refusal
 
 
 @dataclass(frozen=True)
 class Restoring:
-    """`function`, and then the columns as they were. Pickles and hashes as the function and the names."""
+    """`function`, and then the columns as they were. Pickles and hashes as the function and the names.
+
+    Raises ConfigError where a changed tensor, or anything else, would take the place of one of ours.
+    """
 
     function: Callable[..., Any]
-    columns: tuple[str, ...]
+    columns: tuple[Column, ...]
+    removed: tuple[str, ...] = ()
+    """Columns that `map` takes away afterwards, whatever the function made of them."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.function(*args, **kwargs)
-        for given in args:
-            if isinstance(given, LazyDict):
-                for name in self.columns:
-                    if name in given.data and name not in given.keys_to_format and _unchanged(given.data[name], name):
-                        given.keys_to_format.add(name)
-        if isinstance(result, dict):
-            for name in self.columns:
-                if name in result and _unchanged(result[name], name):
-                    result = {**result, name: _rows(result[name])}
+        shown = Shown()
+        with shown.watching(args):
+            result = self.function(*args, **kwargs)
+        for one in {id(one): one for one in (*args, result) if isinstance(one, LazyDict)}.values():
+            self._restore(one, shown)
+        if isinstance(result, Mapping) and not isinstance(result, LazyDict):
+            rows = {one.column: shown.rows(one, result[one.column]) for one in self.columns if one.column in result}
+            for name, value in rows.items():
+                if value is CHANGED:
+                    raise refusal(name)
+            return {**result, **rows} if rows else result
         return result
 
-
-def _unchanged(value: Any, name: str) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return bool(values) and all(getattr(one, ORIGIN, ("", "", -1))[1] == name for one in values)
-
-
-def _rows(value: Any) -> Any:
-    rows = [int(getattr(one, ORIGIN)[2]) for one in (value if isinstance(value, list) else [value])]
-    return rows if isinstance(value, list) else rows[0]
+    def _restore(self, row: LazyDict, shown: Shown) -> None:
+        """In a row that reads on access; `map` takes from it what was looked at as it stands now, returned or not."""
+        for one in self.columns:
+            name = one.column
+            if name not in row.data or name in row.keys_to_format:
+                continue
+            rows = shown.rows(one, row.data[name])
+            if rows is CHANGED:
+                if name not in self.removed:
+                    raise refusal(name)
+            elif (rows if isinstance(rows, list) else [rows]) == row.pa_table.column(name).to_pylist():
+                row.keys_to_format.add(name)
+            else:  # tensors of other rows: a batch in another order
+                row.data[name] = rows
 
 
 @dataclass(frozen=True)
@@ -104,12 +116,19 @@ def teach_map() -> None:
     original = datasets.Dataset.map
     if getattr(original, "_eagle3_data", False):
         return
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def map_(self: Any, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        columns = tuple(name for name, kind in self.features.items() if isinstance(kind, StateTensor))
+        given = signature.bind_partial(self, function, *args, **kwargs).arguments
+        removed, features = given.get("remove_columns") or (), given.get("features") or self.features
+        columns = tuple(
+            Column(name, kind.name, kind.content_id)
+            for name, kind in self.features.items()
+            if isinstance(kind, StateTensor) and isinstance(features.get(name), StateTensor)
+        )
         if columns and function is not None and not inspect.iscoroutinefunction(function):
-            function = Restoring(function, columns)
+            function = Restoring(function, columns, (removed,) if isinstance(removed, str) else tuple(removed))
         return original(self, function, *args, **kwargs)
 
     map_._eagle3_data = True  # type: ignore[attr-defined]

@@ -107,7 +107,8 @@ async def _run(
         f"{len(base.rows):,} samples, {base.total_tokens:,} tokens -> {len(base)} shards; "
         f"outputs of layers {list(spec.layers)}, width {spec.width}, {spec.dtype}, last {spec.last}"
     )
-    sink = ShardSink(config.out, plans, store, manifest, ledger, head)
+    on_empty = scratch.gone if scratch else lambda name: None
+    sink = ShardSink(config.out, plans, store, manifest, ledger, head, on_empty=on_empty)
     sink.reopen()
 
     async def came_back(infos: Sequence[CaptureInfo]) -> None:

@@ -17,7 +17,7 @@ from eagle3_data.builders.extract import Extractor
 from eagle3_data.builders.ledger import Ledger
 from eagle3_data.builders.mirroring import build_beside
 from eagle3_data.builders.order import Order
-from eagle3_data.builders.plan import Plan, check_plan
+from eagle3_data.builders.plan import Plan, check_plan, written_bytes
 from eagle3_data.builders.resume import all_plans, next_incarnation, open_manifest
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig, BuildReport
@@ -98,7 +98,7 @@ async def _run(
     check_plan(
         base,
         config.out,
-        written=manifest.nbytes,
+        written=written_bytes(config.out, manifest),
         context_length=min(info.context_length for one in found for info in one.infos),
         key_of=lambda row: store.row(row).key,
         scratch_bytes=scratch.limit_bytes if scratch else None,

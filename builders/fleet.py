@@ -26,7 +26,7 @@ from eagle3_data.builders.connect import check_fits, probe, spec_of
 from eagle3_data.builders.fleet_part import Outcome, PartJob
 from eagle3_data.builders.fleet_progress import FleetProgress
 from eagle3_data.builders.merge import merge_locked
-from eagle3_data.builders.plan import Plan, check_plan
+from eagle3_data.builders.plan import Plan, check_plan, written_bytes
 from eagle3_data.builders.samples.store import SampleStore, drops_path, record_path
 from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.stored import load_store, make_folder, parts_path, remember
@@ -77,7 +77,7 @@ def build_fleet(
                 f"{config.out} is complete and its parts are gone",
                 next="use it as it is, or another --out to start anew",
             )
-        written = sum(Manifest.load(folder).nbytes for folder in folders if (folder / MANIFEST).exists())
+        written = sum(written_bytes(one, Manifest.load(one)) for one in folders if (one / MANIFEST).exists())
         check_plan(
             plan,
             config.out,

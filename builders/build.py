@@ -22,7 +22,7 @@ from eagle3_data.builders.resume import all_plans, next_incarnation, open_manife
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.sink import ShardSink
-from eagle3_data.builders.stored import load_store, make_folder, parts_path
+from eagle3_data.builders.stored import load_store, make_folder, parts_path, remember
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.card import write_card
 from eagle3_data.errors import ConfigError, ServerUnfit
@@ -93,6 +93,8 @@ async def _run(
         base = base.part(*config.part)
     head = await asyncio.to_thread(_head, config, spec)
     manifest = open_manifest(config, store, spec, base, found, head.digest() if head else "")
+    if order is None:  # not what training changes for itself
+        remember(config)
     ledger = Ledger(config.out, manifest.plan.planned, manifest.plan.skipped)
     plans = all_plans(config, store, manifest, base, ledger)
     check_plan(

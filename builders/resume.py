@@ -24,6 +24,8 @@ from eagle3_data.runlock import work_folder
 
 PART = "shards"
 """Fingerprint field of a part of a build (`--shards i/n`)."""
+HEAD = "head (weights that gave the top-k)"
+"""Fingerprint field of what made the top-k; empty where there is none."""
 
 
 def open_manifest(
@@ -81,7 +83,7 @@ def make_fingerprint(
         "shard_bytes": config.shard_bytes,
         "matching": config.matching,
         **({PART: "{}/{}".format(*config.part)} if config.part else {}),
-        "head (weights that gave the top-k)": head_digest,
+        HEAD: head_digest,
         **{f"capture.{name}": value for name, value in spec.to_dict().items()},
         **{f"samples.{name}": value for name, value in store.spec.to_dict().items()},
     }

@@ -71,7 +71,8 @@ def verify(folder: Path, *, on_shard: Callable[[ShardRow], None] = lambda row: N
 
     Checked: file size and checksum; archive form and adjacency; records against index; widths, dtypes and row counts;
     ids digest; states against the server's checksum; finite values; mask; duplicate keys; counts of the manifest;
-    saved + failed + skipped == planned; rows of failed samples by reason, and none of a saved one; shards on disk that the manifest does not know.
+    saved + failed + skipped == planned; rows of failed samples, by reason, none of them saved; shards on disk that the
+    manifest does not know.
     """
     manifest = Manifest.load(folder)
     report = VerifyReport(str(folder), shards=len(manifest.shards))
@@ -221,9 +222,7 @@ def _check_failures(manifest: Manifest, rows: Sequence[Failure], index: pa.Table
             yield Problem(f"sample {key} is in {FAILURES} and in the index")
 
 
-def _check_totals(
-    folder: Path, manifest: Manifest, report: VerifyReport, index: pa.Table | None
-) -> Iterator[Problem]:
+def _check_totals(folder: Path, manifest: Manifest, report: VerifyReport, index: pa.Table | None) -> Iterator[Problem]:
     known = {row.name for row in manifest.shards}
     for name in sorted(path.name for path in (folder / "data").glob("*.tar")):
         if name not in known:

@@ -41,7 +41,9 @@ def test_only_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
     lines = [row.to_line().encode() for row in ROWS]
     for end in range(1, len(lines[2])):
         found = parse_failures(b"".join(lines[:2]) + lines[2][:end], "here")
-        assert [row.key for row in found] == ["00000003", "00000009", "00000014"][: 3 if end + 1 == len(lines[2]) else 2]
+        assert [row.key for row in found] == ["00000003", "00000009", "00000014"][
+            : 3 if end + 1 == len(lines[2]) else 2
+        ]
     for bad in (b"\n", b"[]\n", b"{}\n", lines[2].replace(b"54", b"5.4"), lines[2].replace(b"HTTP", b"\xc8TTP")):
         assert bad != lines[2]
         path = tmp_path / FAILURES

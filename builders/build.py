@@ -17,12 +17,12 @@ from eagle3_data.builders.extract import Extractor
 from eagle3_data.builders.ledger import Ledger
 from eagle3_data.builders.mirroring import build_beside
 from eagle3_data.builders.order import Order
-from eagle3_data.builders.plan import Plan, check_plan
+from eagle3_data.builders.plan import Plan, check_plan, written_bytes
 from eagle3_data.builders.resume import all_plans, next_incarnation, open_manifest
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.sink import ShardSink
-from eagle3_data.builders.stored import load_store, make_folder, parts_path
+from eagle3_data.builders.stored import load_store, make_folder, parts_path, remember
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.card import write_card
 from eagle3_data.errors import ConfigError, ServerUnfit
@@ -93,12 +93,14 @@ async def _run(
         base = base.part(*config.part)
     head = await asyncio.to_thread(_head, config, spec)
     manifest = open_manifest(config, store, spec, base, found, head.digest() if head else "")
+    if order is None:  # not what training changes for itself
+        remember(config)
     ledger = Ledger(config.out, manifest.plan.planned, manifest.plan.skipped)
     plans = all_plans(config, store, manifest, base, ledger)
     check_plan(
         base,
         config.out,
-        written=manifest.nbytes,
+        written=written_bytes(config.out, manifest),
         context_length=min(info.context_length for one in found for info in one.infos),
         key_of=lambda row: store.row(row).key,
         scratch_bytes=scratch.limit_bytes if scratch else None,
@@ -107,7 +109,8 @@ async def _run(
         f"{len(base.rows):,} samples, {base.total_tokens:,} tokens -> {len(base)} shards; "
         f"outputs of layers {list(spec.layers)}, width {spec.width}, {spec.dtype}, last {spec.last}"
     )
-    sink = ShardSink(config.out, plans, store, manifest, ledger, head)
+    on_empty = scratch.gone if scratch else lambda name: None
+    sink = ShardSink(config.out, plans, store, manifest, ledger, head, on_empty=on_empty)
     sink.reopen()
 
     async def came_back(infos: Sequence[CaptureInfo]) -> None:

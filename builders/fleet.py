@@ -26,7 +26,8 @@ from eagle3_data.builders.connect import check_fits, probe, spec_of
 from eagle3_data.builders.fleet_part import Outcome, PartJob
 from eagle3_data.builders.fleet_progress import FleetProgress
 from eagle3_data.builders.merge import merge_locked
-from eagle3_data.builders.plan import Plan, check_plan
+from eagle3_data.builders.plan import Plan, check_plan, written_bytes
+from eagle3_data.builders.resume import HEAD, make_fingerprint
 from eagle3_data.builders.samples.store import SampleStore, drops_path, record_path
 from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.stored import load_store, make_folder, parts_path, remember
@@ -77,7 +78,7 @@ def build_fleet(
                 f"{config.out} is complete and its parts are gone",
                 next="use it as it is, or another --out to start anew",
             )
-        written = sum(Manifest.load(folder).nbytes for folder in folders if (folder / MANIFEST).exists())
+        written = sum(written_bytes(one, Manifest.load(one)) for one in folders if (one / MANIFEST).exists())
         check_plan(
             plan,
             config.out,
@@ -85,6 +86,8 @@ def build_fleet(
             context_length=int(store.tokens.max()),  # of each server: asked by its own part
             key_of=lambda row: store.row(row).key,
         )
+        _check_same(config, store, plan, folders)
+        remember(config)
         progress = FleetProgress(config.out, folders, plan, dict(store.report.dropped), config.servers)
         jobs = [_prepare(config, folder, i, count) for i, folder in enumerate(folders)]
         on_text(
@@ -137,6 +140,15 @@ def _whole_plan(config: BuildConfig, store: SampleStore) -> Plan:
         return Plan(store.tokens, spec, config.shard_bytes, split=config.split)
 
     return asyncio.run(ask())
+
+
+def _check_same(config: BuildConfig, store: SampleStore, plan: Plan, folders: Sequence[Path]) -> None:
+    """Before a part's settings are replaced. Raises ManifestMismatch; the head's weights are for each part to check."""
+    for index, folder in enumerate(folders):
+        if (folder / MANIFEST).exists():
+            manifest = Manifest.load(folder)
+            part = replace(config, part=(index, len(folders)), engine="local", workers=None)
+            manifest.check_same(make_fingerprint(part, store, plan.spec, manifest.fingerprint.get(HEAD, "")))
 
 
 def _prepare(config: BuildConfig, folder: Path, index: int, count: int) -> PartJob:

@@ -6,67 +6,22 @@ how to try again. A row is durable before its shard is sealed without the sample
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from eagle3_data import durable
-from eagle3_data.builders.samples.store import Sample
-from eagle3_data.errors import DiskFull, Eagle3Error, LedgerError
+from eagle3_data.errors import DiskFull, LedgerError
+from eagle3_data.failures import Failure, read_failures
 from eagle3_data.manifest import FAILURES
-from eagle3_data.protocol import parse_strict
 
-RETRY = "eagle3-data retry DIR"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """A sample that was given up."""
-
-    key: str
-    id: str
-    tokens: int
-    reason: str
-    """`Eagle3Error.reason` of the last attempt."""
-    detail: str
-    attempts: int
-    retry: str = RETRY
-
-    @classmethod
-    def of(cls, sample: Sample, error: Eagle3Error, attempts: int, *, retry: str = RETRY) -> Failure:
-        return cls(
-            key=sample.key,
-            id=sample.id,
-            tokens=sample.tokens,
-            reason=error.reason,
-            detail=error.message[:500],
-            attempts=attempts,
-            retry=retry,
-        )
-
-    def to_line(self) -> str:
-        return json.dumps(asdict(self)) + "\n"
-
-
-def read_failures(folder: Path) -> dict[str, Failure]:
-    """By key; a torn last line is dropped (its sample is simply tried again)."""
-    try:
-        lines = (folder / FAILURES).read_text().splitlines()
-    except FileNotFoundError:
-        return {}
-    found = {}
-    for line in lines:
-        try:
-            row = Failure(**parse_strict(Failure, json.loads(line), FAILURES))
-        except (ValueError, TypeError):
-            break
-        found[row.key] = row
-    return found
+__all__ = ["Failure", "Ledger", "read_failures"]
 
 
 class Ledger:
-    """Counts of one build. `planned` = samples to extract + conversations skipped before."""
+    """Counts of one build. `planned` = samples to extract + conversations skipped before.
+
+    Raises LedgerError, with nothing written, when a row of the file cannot be read.
+    """
 
     def __init__(self, folder: Path, planned: int, skipped: dict[str, int]) -> None:
         self.folder, self.planned, self.skipped = folder, planned, dict(skipped)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 
+from eagle3_data.builders.plan import allocated
 from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.hub.beside import PushBeside
 from eagle3_data.hub.push import PushConfig
 
 SCRATCH_SHARE = 0.8
-"""Of the free disk, when --scratch says nothing."""
+"""Of the free disk and the shards here, when --scratch says nothing."""
 
 
 def build_beside(
@@ -20,7 +21,8 @@ def build_beside(
     assert config.mirror is not None
     scratch = config.scratch_bytes
     if config.delete_local and scratch is None:
-        scratch = int(SCRATCH_SHARE * shutil.disk_usage(config.out).free)
+        mine = allocated(config.out / "data", "*")  # what an earlier run left here is part of the scratch
+        scratch = int(SCRATCH_SHARE * (shutil.disk_usage(config.out).free + mine))
     beside = PushBeside(
         config.out,
         config.mirror,

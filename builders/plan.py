@@ -6,6 +6,7 @@ arrives at the same one.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import BuildFailed, ConfigError
-from eagle3_data.manifest import PlanRow
+from eagle3_data.manifest import Manifest, PlanRow
 from eagle3_data.shards.layout import (
     END_BYTES,
     HEADER_BYTES,
@@ -156,7 +157,7 @@ def check_plan(
 ) -> None:
     """Refuse what cannot work, before any request is sent.
 
-    `written`: bytes of the plan that are on disk already; `key_of` names the sample of a row;
+    `written`: bytes of the plan that need no more space (`written_bytes`); `key_of` names the sample of a row;
     `scratch_bytes`: what may lie here at once when shards are removed after their mirror confirmed them. Raises
     ConfigError for samples that the server or the format cannot take, BuildFailed when the disk is too small.
     """
@@ -185,12 +186,26 @@ def check_plan(
                 f"a shard takes {format_bytes(largest)}, --scratch is {format_bytes(scratch_bytes)}",
                 next="a larger --scratch, or a smaller --shard-size",
             )
-        need = min(need, scratch_bytes)
+        need = min(need, scratch_bytes - allocated(out / "data", "*"))  # what lies here is part of the scratch
     if need > free:
         raise BuildFailed(
             f"the shards need {format_bytes(need)} more and {out} has {format_bytes(free)} free",
             next="another --out, fewer samples, or smaller states (--encoding, --last; eagle3-data plan compares them)",
         )
+
+
+def written_bytes(folder: Path, manifest: Manifest) -> int:
+    """Bytes of a build that need no more space: its sealed shards, and what its open ones have taken already."""
+    return manifest.nbytes + allocated(folder / "data", f".{manifest.split}-*.tar.tmp")
+
+
+def allocated(folder: Path, pattern: str) -> int:
+    """Disk taken by the files of `folder`, bytes; holes take none. A file may go meanwhile: a push removes shards."""
+    total = 0
+    for path in folder.glob(pattern) if folder.exists() else ():
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_blocks * 512
+    return total
 
 
 def usual_saving(spec: CaptureSpec) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ import numpy as np
 
 from eagle3_data import durable
 from eagle3_data.builders.connect import Probed, server_row
-from eagle3_data.builders.ledger import Ledger
+from eagle3_data.builders.ledger import Ledger, read_failures
 from eagle3_data.builders.plan import Plan
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig
 from eagle3_data.capture import CaptureSpec
-from eagle3_data.manifest import MANIFEST, Manifest
+from eagle3_data.errors import LedgerError
+from eagle3_data.manifest import FAILURES, MANIFEST, Manifest
 from eagle3_data.runlock import work_folder
 
 PART = "shards"
 """Fingerprint field of a part of a build (`--shards i/n`)."""
+HEAD = "head (weights that gave the top-k)"
+"""Fingerprint field of what made the top-k; empty where there is none."""
 
 
 def open_manifest(
@@ -38,6 +42,7 @@ def open_manifest(
     if (config.out / MANIFEST).exists():
         manifest = Manifest.load(config.out)
         manifest.check_same(fingerprint)
+        _check_failures(config.out, manifest)
     else:
         manifest = Manifest(
             dataset=config.dataset,
@@ -57,6 +62,16 @@ def open_manifest(
     return manifest
 
 
+def _check_failures(folder: Path, manifest: Manifest) -> None:
+    """Before anything is written. Raises LedgerError for rows that cannot be read, or are not those of the build."""
+    found = dict(Counter(row.reason for row in read_failures(folder).values()))
+    if manifest.state == "complete" and found != manifest.failed:
+        raise LedgerError(
+            f"{folder / FAILURES} has {found or 'no rows'}, the manifest says {manifest.failed or 'no sample failed'}",
+            next=f"take {FAILURES} from the mirror or a copy; nothing was changed",
+        )
+
+
 def make_fingerprint(
     config: BuildConfig, store: SampleStore, spec: CaptureSpec, head_digest: str = ""
 ) -> dict[str, str]:
@@ -68,7 +83,7 @@ def make_fingerprint(
         "shard_bytes": config.shard_bytes,
         "matching": config.matching,
         **({PART: "{}/{}".format(*config.part)} if config.part else {}),
-        "head (weights that gave the top-k)": head_digest,
+        HEAD: head_digest,
         **{f"capture.{name}": value for name, value in spec.to_dict().items()},
         **{f"samples.{name}": value for name, value in store.spec.to_dict().items()},
     }
@@ -116,7 +131,13 @@ def all_plans(config: BuildConfig, store: SampleStore, manifest: Manifest, base:
         still_open = {
             row for plan in plans for shard in plan if shard.name not in sealed for row in shard.rows.tolist()
         }
-        rows = [row for row in range(len(store)) if row not in still_open and store.row(row).key in ledger.failures]
+        failed = {row: key for row in range(len(store)) if (key := store.row(row).key) in ledger.failures}
+        if unknown := ledger.failures.keys() - failed.values():
+            raise LedgerError(
+                f"{config.out / FAILURES}: {min(unknown)} is no sample of this build",
+                next=f"mend its row, or take {FAILURES} from the mirror or a copy; nothing was changed",
+            )
+        rows = [row for row in failed if row not in still_open]
         if rows:
             add(rows)
             durable.write_text(path, json.dumps([*rounds, rows]))

@@ -35,7 +35,10 @@ T = TypeVar("T")
 
 
 class ShardSink:
-    """`note` says what is waited for (a full disk); empty while all is well. `tokens`, `nbytes`: placed so far."""
+    """`note` says what is waited for (a full disk); empty while all is well. `tokens`, `nbytes`: placed so far.
+
+    `on_empty` gets the name of a shard that ends without a sample: no mirror will take it, so its room is free again.
+    """
 
     def __init__(
         self,
@@ -45,8 +48,10 @@ class ShardSink:
         manifest: Manifest,
         ledger: Ledger,
         head: TargetHead | None = None,
+        *,
+        on_empty: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self.head = head
+        self.head, self.on_empty = head, on_empty
         self.folder, self.plans, self.store, self.ledger = folder, list(plans), store, ledger
         self.spec = manifest.spec
         self.manifest = manifest
@@ -195,6 +200,8 @@ class ShardSink:
                 self.nbytes += END_BYTES
             shard.forget()
             del self._open[name]
+            if row is None:
+                self.on_empty(name)
 
     def _seal(self, shard: OpenShard) -> ShardRow | None:
         with self.moving:

@@ -131,7 +131,7 @@ class BuildFailed(Eagle3Error):
 
 
 class LedgerError(Eagle3Error):
-    """saved + failed + skipped != planned: an error of ours, never of the data's."""
+    """saved + failed + skipped != planned (an error of ours, never of the data's), or a damaged `failures.jsonl`."""
 
     reason = "ledger"
 

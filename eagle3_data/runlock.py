@@ -6,12 +6,15 @@ import fcntl
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from eagle3_data.errors import ConfigError
 
+PATIENCE_S, POLL_S = 1.0, 0.01
+"""`is_held` holds the lock for an instant: who is refused then tries again."""
 WORK = ".build"
 """Folder inside a build for what is not published: samples, journal, lock, notes."""
 
@@ -29,18 +32,26 @@ class RunLock:
     def __enter__(self) -> RunLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise ConfigError(
-                f"another {self.who} works in {self.path.parent.parent} ({describe(holder(self.path))})",
-                next="eagle3-data status, or wait for it to end",
-            ) from None
+        end = time.monotonic() + PATIENCE_S
+        while not self._take():
+            if time.monotonic() > end:
+                self._file.close()
+                raise ConfigError(
+                    f"another {self.who} works in {self.path.parent.parent} ({describe(holder(self.path))})",
+                    next="eagle3-data status, or wait for it to end",
+                )
+            time.sleep(POLL_S)
         self._file.truncate(0)
         self._file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         self._file.flush()
         return self
+
+    def _take(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._file.truncate(0)

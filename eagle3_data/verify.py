@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import xxhash
 
 from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, CaptureSpec
 from eagle3_data.errors import Eagle3Error, ShardCorrupt
+from eagle3_data.failures import Failure, read_failures
 from eagle3_data.hub.notes import deleted_shards
 from eagle3_data.manifest import FAILURES, Manifest, ShardRow
 from eagle3_data.protocol import IDS, MASK, ids_digest
@@ -68,7 +71,8 @@ def verify(folder: Path, *, on_shard: Callable[[ShardRow], None] = lambda row: N
 
     Checked: file size and checksum; archive form and adjacency; records against index; widths, dtypes and row counts;
     ids digest; states against the server's checksum; finite values; mask; duplicate keys; counts of the manifest;
-    saved + failed + skipped == planned; shards on disk that the manifest does not know.
+    saved + failed + skipped == planned; rows of failed samples, by reason, none of them saved; shards on disk that the
+    manifest does not know.
     """
     manifest = Manifest.load(folder)
     report = VerifyReport(str(folder), shards=len(manifest.shards))
@@ -87,7 +91,7 @@ def verify(folder: Path, *, on_shard: Callable[[ShardRow], None] = lambda row: N
         for result in (check.result() for check in list(checks)):
             _count(report, result, seen)
             on_shard(result.row)
-    report.problems.extend(_check_totals(folder, manifest, report))
+    report.problems.extend(_check_totals(folder, manifest, report, index))
     return report
 
 
@@ -202,15 +206,32 @@ def _check_index(
             raise ShardCorrupt(f"sample {record.key}: {name} is {value}, the index says {row[name]}")
 
 
-def _check_totals(folder: Path, manifest: Manifest, report: VerifyReport) -> Iterator[Problem]:
+def _check_failures(manifest: Manifest, rows: Sequence[Failure], index: pa.Table | None) -> Iterator[Problem]:
+    """Every planned sample is in the index, or failed with a reason, or was skipped; none is two of these."""
+    saved, skipped = manifest.saved, sum(manifest.plan.skipped.values())
+    if manifest.state == "complete":
+        if saved + len(rows) + skipped != manifest.plan.planned:
+            yield Problem(f"saved {saved} + failed {len(rows)} + skipped {skipped} != planned {manifest.plan.planned}")
+        found = dict(Counter(row.reason for row in rows))
+        if found != manifest.failed:
+            yield Problem(f"{FAILURES} has {found or 'no rows'}, the manifest says {manifest.failed or 'none failed'}")
+    if index is not None and rows:
+        keys = pa.array([row.key for row in rows], pa.string())
+        both = index.filter(pc.is_in(index.column("key"), keys)).column("key").to_pylist()
+        for key in sorted(both):
+            yield Problem(f"sample {key} is in {FAILURES} and in the index")
+
+
+def _check_totals(folder: Path, manifest: Manifest, report: VerifyReport, index: pa.Table | None) -> Iterator[Problem]:
     known = {row.name for row in manifest.shards}
     for name in sorted(path.name for path in (folder / "data").glob("*.tar")):
         if name not in known:
             yield Problem(f"data/{name} is not in the manifest; a resumed build adopts or replaces it")
-    failures = folder / FAILURES
-    rows = failures.read_text().splitlines() if failures.exists() else []
-    saved, skipped = manifest.saved, sum(manifest.plan.skipped.values())
-    if manifest.state == "complete" and saved + len(rows) + skipped != manifest.plan.planned:
-        yield Problem(f"saved {saved} + failed {len(rows)} + skipped {skipped} != planned {manifest.plan.planned}")
+    try:
+        rows = list(read_failures(folder).values())
+    except Eagle3Error as error:
+        yield Problem(error.message)
+    else:
+        yield from _check_failures(manifest, rows, index)
     if not report.problems and not report.mirrored and report.samples != manifest.saved:
         yield Problem(f"{report.samples} samples found, the manifest says {manifest.saved}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from eagle3_data import runlock
+from eagle3_data.errors import ConfigError
 from eagle3_data.journal import Journal, Tick
 from eagle3_data.runlock import RunLock
 from eagle3_data.status import format_line, format_share, read_status, summarise
@@ -89,3 +93,24 @@ def test_dead_is_asked_of_the_kernel_and_an_end_is_an_end(tmp_path: Path) -> Non
         journal.write(replace(LATER, event="end", phase=phase))
         assert read_status(tmp_path, now=9e9).state == state
     journal.close()
+
+
+def test_a_look_at_the_lock_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`status` holds the lock for an instant; a build that starts just then tries again."""
+    path = tmp_path / ".build/lock"
+    path.parent.mkdir()
+    look, wait, waits = path.open("a+"), time.sleep, list[float]()
+    fcntl.flock(look, fcntl.LOCK_SH)
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        look.close()
+        wait(0)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    with RunLock(tmp_path):
+        assert len(waits) == 1
+        monkeypatch.setattr(runlock, "PATIENCE_S", 0.05)
+        with pytest.raises(ConfigError, match="another builder works in"), RunLock(tmp_path):
+            pass
+        assert len(waits) > 1

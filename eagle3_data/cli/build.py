@@ -17,7 +17,7 @@ from eagle3_data.builders.build import build
 from eagle3_data.builders.pool import FlowConfig
 from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.builders.settings import BuildConfig, BuildReport
-from eagle3_data.builders.stored import recall, remember
+from eagle3_data.builders.stored import recall
 from eagle3_data.cli.progress import RunProgress, answer, say
 from eagle3_data.errors import ConfigError
 from eagle3_data.journal import Tick
@@ -177,7 +177,6 @@ def retry_command(
 
 def run_build(config: BuildConfig, metrics_port: int | None = None) -> None:
     """Build with a progress bar, then the report; exit code 130 when it was interrupted."""
-    remember(config)
     with ExitStack() as stack:
         watchers: list[Callable[[Tick], None]] = []
         if metrics_port is not None:

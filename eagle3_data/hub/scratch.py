@@ -52,7 +52,7 @@ class Scratch:
             self._dead = why
 
     def gone(self, name: str) -> None:
-        """The shard was removed here."""
+        """The shard was removed here, or never came to be: all its samples failed."""
         with self._lock:
             self._held.pop(name, None)
 

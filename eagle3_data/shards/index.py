@@ -80,6 +80,7 @@ def consolidate(folder: Path, manifest: Manifest) -> None:
     """Write `index/{split}.parquet` from what is there now, then drop the parts. Safe to repeat."""
     table = read_index(folder, manifest)
     path = whole_path(folder, manifest.split)
+    path.parent.mkdir(parents=True, exist_ok=True)  # no part made it when nothing was saved
     pq.write_table(table, durable.hidden(path))
     durable.replace(path)
     parts = folder / "index" / "parts"

@@ -26,7 +26,7 @@ import xxhash
 
 from eagle3_data import durable
 from eagle3_data.capture import CaptureSpec
-from eagle3_data.errors import BuildFailed, DiskFull, DumpCorrupt
+from eagle3_data.errors import BuildFailed, DiskFull, DumpCorrupt, Eagle3Error
 from eagle3_data.manifest import ShardRow
 from eagle3_data.protocol import DTYPE_BYTES
 from eagle3_data.shards.index import IndexRow, write_part
@@ -74,10 +74,13 @@ class Placed:
         return json.dumps(data, separators=(",", ":")) + "\n"
 
     @classmethod
-    def from_line(cls, line: str) -> Placed:
+    def from_line(cls, line: bytes) -> Placed:
         """Raises ValueError, TypeError or KeyError for anything else, such as half a line."""
-        data = json.loads(line)
-        return cls(SampleRecord(**data["record"]), data["tail"], tuple(data["packed"]))
+        data = json.loads(line.decode())
+        record, packed = SampleRecord(**data["record"]), tuple(data["packed"])
+        if not (isinstance(record.key, str) and all(type(number) is int for number in (record.tokens, *packed))):
+            raise TypeError("a key is text, sizes are whole numbers")
+        return cls(record, data["tail"], packed)
 
 
 def shard_name(split: str, number: int) -> str:
@@ -334,16 +337,17 @@ class OpenShard:
             return
         kept = []
         with open(self.path, "rb") as file:
-            for line in self._notes_path.read_text().splitlines():
+            for line in self._notes_path.read_bytes().split(b"\n"):
                 try:
                     placed = Placed.from_line(line)
-                except (ValueError, TypeError, KeyError):
-                    break  # the torn last line of a killed run
-                if self._holds(file.fileno(), placed):
+                    holds = self._holds(file.fileno(), placed)
+                except (ValueError, TypeError, LookupError, Eagle3Error):
+                    continue  # the torn last line of a killed run, or a damaged one: that sample is captured again
+                if holds:
                     self.records[placed.record.key] = placed.record
                     self._packed[placed.record.key] = placed.packed
                     kept.append(line)
-        durable.write_text(self._notes_path, "".join(f"{line}\n" for line in kept))
+        durable.write_text(self._notes_path, b"".join(line + b"\n" for line in kept).decode())
 
     def _holds(self, fd: int, placed: Placed) -> bool:
         record = placed.record

@@ -18,9 +18,9 @@ from eagle3_data import durable
 from eagle3_data.builders.build import build
 from eagle3_data.builders.ledger import Ledger
 from eagle3_data.builders.samples.spec import SampleSpec
-from eagle3_data.builders.stored import remember
+from eagle3_data.builders.stored import recall, remember
 from eagle3_data.cli import main
-from eagle3_data.cli.build import print_report
+from eagle3_data.cli.build import print_report, run_build
 from eagle3_data.errors import (
     BuildFailed,
     ConfigError,
@@ -41,6 +41,7 @@ from eagle3_data.errors import (
 from eagle3_data.journal import journal_path, read_tail
 from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import ids_digest
+from eagle3_data.runlock import RunLock
 from eagle3_data.shards import ShardSet
 from eagle3_data.status import read_status
 from eagle3_data.verify import verify
@@ -332,6 +333,24 @@ def test_changed_settings_are_refused_by_name(builds: Builds) -> None:
         assert builds.run("out", samples, server.url).sent == 0
 
 
+def test_a_refused_command_leaves_the_settings_of_the_folder(builds: Builds) -> None:
+    """A mistyped --out: `retry` still does what the build was begun with."""
+    samples = write_samples(builds.folder / "s.jsonl", 20)
+    other = write_samples(builds.folder / "o.jsonl", 20, seed=5)
+    with builds.server(Faults(reply={3: "400"})) as server:
+        first = builds.config("out", samples, server.url, max_failure_share=0.2)
+        run_build(first)
+        assert recall(first.out) == first
+        with pytest.raises(ManifestMismatch):
+            run_build(builds.config("out", other, server.url, dataset="other"))
+        with RunLock(first.out), pytest.raises(ConfigError, match="another builder works in"):
+            run_build(builds.config("out", samples, server.url, max_failure_share=0.3))
+        assert recall(first.out) == first
+        run_build(replace(recall(first.out), retry_failed=True))
+    manifest = Manifest.load(first.out)
+    assert (manifest.state, manifest.saved, manifest.failed) == ("complete", 20, {})
+
+
 def test_wrong_servers_are_refused_before_any_request(builds: Builds) -> None:
     samples = write_samples(builds.folder / "s.jsonl", 5)
     with builds.server(model_path="someone/Else-7B") as server, pytest.raises(ServerUnfit, match="Else-7B"):
@@ -390,8 +409,6 @@ def test_no_server_alive_ends_the_run_and_the_next_goes_on(builds: Builds) -> No
 
 
 def test_another_builder_in_the_folder_is_refused(builds: Builds) -> None:
-    from eagle3_data.runlock import RunLock
-
     samples = write_samples(builds.folder / "s.jsonl", 5)
     (builds.folder / "out").mkdir()
     with builds.server() as server:

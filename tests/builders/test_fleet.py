@@ -17,7 +17,8 @@ from eagle3_data.builders.fleet import Crew, build_fleet, deal
 from eagle3_data.builders.fleet_part import Outcome, PartJob, work_part
 from eagle3_data.builders.ray_crew import RayCrew
 from eagle3_data.builders.settings import BuildReport
-from eagle3_data.errors import BuildFailed, ConfigError
+from eagle3_data.builders.stored import recall
+from eagle3_data.errors import BuildFailed, ConfigError, ManifestMismatch
 from eagle3_data.journal import journal_path, read_tail
 from eagle3_data.manifest import Manifest
 from eagle3_data.status import read_status
@@ -130,6 +131,24 @@ def test_parts_that_fail_are_named_and_the_next_call_goes_on(builds: Builds) -> 
         assert (report.resumed, report.sent, report.saved) == (kept, 60 - kept, 60)
         check_content(builds.folder / "out", samples, one.spec)
     assert verify(builds.folder / "out").ok
+
+
+def test_a_refused_command_leaves_the_settings_of_the_parts(builds: Builds) -> None:
+    samples = write_samples(builds.folder / "s.jsonl", 20)
+    other = write_samples(builds.folder / "o.jsonl", 20, seed=5)
+    folders = [builds.folder / "out", *(builds.folder / f"out/.build/parts/{i}" for i in range(2))]
+    with builds.server(spool="a") as one, builds.server(spool="b") as two:
+        fleet(builds, "out", samples, one.url, two.url)
+        before = [recall(folder) for folder in folders]
+        assert before[0].engine == "ray"
+        crew = Threads()
+        with pytest.raises(ManifestMismatch, match="dataset"):
+            fleet(builds, "out", samples, one.url, two.url, crew=crew, dataset="other")
+        with pytest.raises(ManifestMismatch, match="ids and masks"):
+            fleet(builds, "out", other, one.url, two.url, crew=crew)
+        assert crew.jobs == [], "no part was begun"
+        assert [recall(folder) for folder in folders] == before
+        assert fleet(builds, "out", samples, one.url, two.url).sent == 0
 
 
 def test_a_lost_worker_is_said(builds: Builds) -> None:

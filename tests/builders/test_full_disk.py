@@ -8,15 +8,19 @@ import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+import eagle3_data.builders.plan as plan
 import eagle3_data.builders.sink as sink
 import eagle3_data.shards.writer as writer
 from eagle3_data import durable
 from eagle3_data.builders.build import build
-from eagle3_data.errors import DiskFull
+from eagle3_data.builders.plan import allocated
+from eagle3_data.errors import BuildFailed, DiskFull
 from eagle3_data.journal import Journal, Tick, journal_path, read_tail
 from eagle3_data.manifest import Manifest
 from eagle3_data.shards.layout import END_BYTES
@@ -25,7 +29,7 @@ from eagle3_data.verify import verify
 from tests.builders.conftest import Builds, write_samples
 from tests.builders.test_encoded_builds import bf16_server
 from tests.models import tiny_model
-from tests.replay import Faults
+from tests.replay import SPEC, Faults
 from tests.test_status import START
 
 DISK = 4 << 20
@@ -258,6 +262,67 @@ def test_a_disk_that_is_full_at_the_start_is_said(builds: Builds, monkeypatch: p
                 builds.run("out", samples, server.url)
         assert "repeat the command" in found.value.next
         assert builds.run("out", samples, server.url).complete
+
+
+@pytest.mark.parametrize("encoding", ["bf16", "bf16-planes"])
+def test_a_resume_counts_what_its_open_shards_have_taken(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """The whole build fits on the disk; killed with most of it placed in shards that are not sealed, it still does."""
+    samples, data = write_samples(builds.folder / "s.jsonl", 60), builds.folder / "out/data"
+    disk, placed = [1 << 40], [0]
+
+    def usage(path: object) -> SimpleNamespace:
+        return SimpleNamespace(free=disk[0] - allocated(data, "*"))
+
+    async def place(self: sink.ShardSink, *arguments: Any) -> None:
+        await real(self, *arguments)
+        placed[0] += 1
+        if placed[0] == 40:
+            raise RuntimeError("killed")
+
+    real = sink.ShardSink.place
+    monkeypatch.setattr(plan, "shutil", SimpleNamespace(disk_usage=usage))  # the spool has space
+    changes: dict[str, Any] = {"max_inflight": 1, "shard_bytes": 4 << 20, "encoding": encoding}
+    with bf16_server(builds) as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(sink.ShardSink, "place", place)
+            with pytest.raises(RuntimeError, match="killed"):
+                builds.run("out", samples, server.url, **changes)
+        manifest = Manifest.load(builds.folder / "out")
+        there = plan.written_bytes(builds.folder / "out", manifest)
+        assert manifest.shards == ()
+        assert there == allocated(data, ".*.tmp") > manifest.plan.nbytes // 2
+        disk[0] = manifest.plan.nbytes + there // 4
+        with monkeypatch.context() as patched:
+            patched.setattr(plan, "allocated", lambda folder, pattern: 0)
+            small = SimpleNamespace(free=disk[0] - there)
+            patched.setattr(plan, "shutil", SimpleNamespace(disk_usage=lambda path: small))
+            with pytest.raises(BuildFailed, match="the shards need"):
+                builds.run("out", samples, server.url, **changes)
+        assert builds.run("out", samples, server.url, **changes).complete
+    assert verify(builds.folder / "out").ok
+
+
+def test_what_lies_here_is_part_of_the_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan.Plan(np.full(100, 100, np.int32), SPEC, 64 << 10)
+    (tmp_path / "data").mkdir()
+    for name in ("train-000000.tar", ".train-000001.tar.tmp"):
+        (tmp_path / "data" / name).write_bytes(bytes(64 << 10))
+    free = [0]
+    monkeypatch.setattr(plan, "shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free[0])))
+
+    def check() -> None:
+        plan.check_plan(
+            planned, tmp_path, written=0, context_length=1000, key_of=str, scratch_bytes=planned.nbytes // 2
+        )
+
+    free[0] = planned.nbytes // 2 - (128 << 10)
+    assert free[0] > 0
+    check()
+    free[0] -= 4096
+    with pytest.raises(BuildFailed, match="the shards need"):
+        check()
 
 
 def test_ctrl_c_while_the_disk_is_full(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:

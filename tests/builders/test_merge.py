@@ -62,6 +62,32 @@ def test_failed_samples_of_parts_add_up_and_retries_never_meet(builds: Builds) -
         check_content(builds.folder / "out2", samples, server.spec)
 
 
+def test_more_parts_than_shards_and_parts_without_a_sample(builds: Builds) -> None:
+    """A part may have nothing to do, and all of a part's samples may fail: each ends, and they merge."""
+    samples = write_samples(builds.folder / "s.jsonl", 10)
+    folders = [builds.folder / f"part-{i}" for i in range(3)]
+    with builds.server() as server:
+        for i in range(3):
+            report = builds.run(f"part-{i}", samples, server.url, part=(i, 3), shard_bytes=4 << 20)
+            assert (report.complete, report.saved) == (True, 0 if i else 10)
+        spec = server.spec
+    assert (merge(folders, builds.folder / "out").saved, verify(builds.folder / "out").problems) == (10, [])
+    check_content(builds.folder / "out", samples, spec)
+    assert verify(folders[1]).ok
+    rejected = [builds.folder / f"rejected-{i}" for i in range(2)]
+    with builds.server(Faults(reply=dict.fromkeys(range(10), "400")), spool="b") as server:
+        for i, folder in enumerate(rejected):
+            change = {"part": (i, 2), "shard_bytes": 4 << 20, "max_failure_share": 1.0}
+            report = builds.run(folder.name, samples, server.url, **change)
+            assert (report.complete, report.failed) == (True, {} if i else {"rejected": 10})
+            assert verify(folder).problems == []
+    merged = merge(rejected, builds.folder / "none")
+    assert (merged.saved, merged.failed, verify(builds.folder / "none").problems) == (0, {"rejected": 10}, [])
+    with builds.server(spool="c") as server:
+        again = builds.run("rejected-0", samples, server.url, part=(0, 2), shard_bytes=4 << 20, retry_failed=True)
+    assert (again.saved, again.failed, verify(rejected[0]).problems) == (10, {}, [])
+
+
 def test_parts_that_are_not_one_build_are_refused(builds: Builds) -> None:
     samples = write_samples(builds.folder / "s.jsonl", 30)
     with builds.server() as server:

@@ -12,6 +12,7 @@ from eagle3_data.verify import verify
 from tests.builders.conftest import Builds, write_samples
 from tests.hub.conftest import REPO, hub, opened
 from tests.hub.stub import HubStub
+from tests.replay import Faults
 
 __all__ = ["hub"]
 SHARD = 64 << 10
@@ -47,3 +48,25 @@ def test_build_with_a_mirror_and_little_scratch(
     for i in range(0, 60, 7):
         mine, theirs = here.read(i), there.read(i)
         assert all(mine[name].equal(theirs[name]) for name in here.columns)
+
+
+@pytest.mark.timeout(90)
+def test_shards_without_a_sample_give_their_scratch_back(builds: Builds) -> None:
+    """Two shards fit in the scratch and four end empty; nothing of those goes to the mirror, so nobody removes them."""
+    samples = write_samples(builds.folder / "s.jsonl", 8, lengths=(50, 50))
+    changes = {
+        "shard_bytes": 28 << 10,  # one sample each
+        "mirror": f"file://{builds.folder}/mirror",
+        "delete_local": True,
+        "scratch_bytes": 60_000,
+        "max_failure_share": 1.0,
+        "max_inflight": 1,
+        "interval_s": 0.05,
+    }
+    with builds.server(Faults(reply=dict.fromkeys(range(4), "400"))) as server:
+        report = builds.run("out", samples, server.url, **changes)
+        assert (report.complete, report.saved, report.failed) == (True, 4, {"rejected": 4})
+        again = builds.run("out", samples, server.url, **changes)
+    assert (again.complete, again.sent, again.failed) == (True, 0, {"rejected": 4}), "they take scratch again"
+    assert len(list((builds.folder / "mirror/data").glob("*.tar"))) == 4
+    assert verify(builds.folder / "out").ok

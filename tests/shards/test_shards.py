@@ -7,7 +7,9 @@ import os
 import pickle
 import random
 import tarfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from eagle3_data.shards import OpenShard, ShardSet, index
 from eagle3_data.shards.layout import block_layout, block_sizes
 from eagle3_data.shards.moves import digest_range
 from eagle3_data.shards.reader import parse_header
+from eagle3_data.shards.writer import notes_path
 from tests.builds import SPEC, FakeDump, make_build, places, put, raw
 
 LENGTHS = (5, 64, 3, 100, 17)
@@ -150,6 +153,39 @@ def test_reopened_shard_keeps_only_what_holds(tmp_path_factory: pytest.TempPathF
     assert row is not None
     whole = write_shard(folder / "whole", list(range(len(LENGTHS))))
     assert (folder / "data" / row.name).read_bytes() == whole
+
+
+@pytest.mark.parametrize("encoding", ["bf16", "bf16-planes"])
+def test_a_flipped_bit_in_the_notes_costs_one_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: Literal["bf16", "bf16-planes"]
+) -> None:
+    spec = replace(SPEC, aux_encoding=encoding, last_encoding=encoding)
+    dumps = [FakeDump(spec, n, seed) for seed, n in enumerate((5, 8, 3))]
+    spots = places(spec, dumps)
+    shard = OpenShard(tmp_path, "train-000000.tar", spots, spec)
+    for place, dump in zip(spots, dumps, strict=True):
+        put(shard, place, dump, tmp_path)
+    shard.close()
+    notes = notes_path(tmp_path, "train-000000.tar")
+    whole = notes.read_bytes()
+    start, end = whole.index(b"\n") + 1, whole.index(b"\n", whole.index(b"\n") + 1)
+    monkeypatch.setattr(durable, "fsync_file", lambda path: None)
+    monkeypatch.setattr(durable, "fsync_dir", lambda path: None)
+    lost = 0
+    for at in range(start, end):
+        for bit in (0, 1, 7):
+            notes.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            again = OpenShard(tmp_path, "train-000000.tar", spots, spec)
+            again.close()
+            assert {spots[0].key, spots[2].key} <= set(again.records), (at, bit)
+            assert again.records == {key: shard.records[key] for key in again.records}, (at, bit)
+            lost += spots[1].key not in again.records
+    assert lost > 2 * (end - start)
+    again = OpenShard(tmp_path, "train-000000.tar", spots, spec)
+    put(again, spots[1], dumps[1], tmp_path)
+    row = again.seal()
+    assert row is not None
+    assert row.samples == 3
 
 
 def test_wrong_checksum_is_not_placed(tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ def _store(config: ImportConfig, source: Source, on_text: Callable[[str], None])
     """Ids and masks of all files that can be read, in order; row number and file name go along."""
     folder = work_folder(config.out)
     path, note = folder / "samples.arrow", folder / "inputs.json"
-    inputs = {"form": source.form, "files": stamps_of(source)}
+    # what `_row` keeps depends on the vocabulary, too
+    inputs = {"form": source.form, "vocab_size": config.vocab_size, "files": stamps_of(source)}
     before = json.loads(note.read_text()) if note.exists() else {}
     if path.exists() and before == inputs:
         return SampleStore.open(path)

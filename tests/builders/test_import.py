@@ -142,3 +142,15 @@ def test_speculators_files_and_rows_that_changed_together_are_refused(
     assert [data.read(i)[IDS].tolist() for i in range(3)] == [one.tolist() for one in old[:3]]
     assert not any(torch.equal(a, b) for a, b in zip(old, other, strict=True))
     assert all(bool(data.read(i)[MASK].all()) for i in range(3))
+
+
+def test_the_right_target_after_a_wrong_one_takes_every_file(tmp_path: Path) -> None:
+    """A smaller vocabulary leaves files out; what it left out is read again with the right one."""
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    for i in range(FILES):
+        put(cache, i, i, highest=100 if i < 2 else 700)
+    with pytest.raises(DumpMismatch, match=r"data_0\.ckpt: aux states are 192 wide.*"):
+        run(SpecForgeFiles(cache), out, width=32, vocab_size=128)
+    report = run(SpecForgeFiles(cache), out)
+    assert (report.saved, report.skipped) == (FILES, {})
+    assert verify(out).problems == []

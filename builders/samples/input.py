@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3_data.builders.samples.files import Inputs, Placed, open_parts
+from eagle3_data.builders.samples.files import Inputs, Placed, Unreadable, open_parts
 from eagle3_data.builders.samples.messages import (
     Conversation,
     Message,
@@ -21,6 +21,7 @@ from eagle3_data.builders.samples.messages import (
     parse_sharegpt_message,
     parse_tools,
 )
+from eagle3_data.builders.samples.texts import check_texts
 from eagle3_data.errors import InputError, SampleError
 
 PEEK_ROWS = 64
@@ -39,10 +40,12 @@ class RawRow:
 
     row: int
     where: str
-    data: str | Mapping[str, Any]
+    data: str | Mapping[str, Any] | Unreadable
 
     def value(self) -> Mapping[str, Any]:
-        """The object. Raises InputError naming the place and what was found there."""
+        """The object. Raises InputError naming the place and what was found there, BadRow for text that is none."""
+        if isinstance(self.data, Unreadable):
+            raise BadRow(f"{self.where}: {self.data.why}")
         if not isinstance(self.data, str):
             return self.data
         try:
@@ -155,15 +158,18 @@ def parse_row(raw: RawRow, form: Form) -> Row:
             next="put rows of one form into one file",
         )
     try:
-        return form.parse(raw, value)
+        row = form.parse(raw, value)
+        check_texts(row)
+        return row
     except InputError as error:
         raise BadRow(f"{raw.where}: {error.message}", next=error.next) from error
 
 
 def detect_form(rows: Sequence[RawRow]) -> Form:
     """The form of the first rows. Raises InputError when they show none, or two."""
+    rows = [row for row in rows if not isinstance(row.data, Unreadable)]
     if not rows:
-        raise InputError("no rows: the input is empty")
+        raise InputError("no rows: the input is empty, or its first rows are no text")
     first = form_of(rows[0].value())
     if first is None:
         columns = ", ".join(sorted(map(str, rows[0].value())))

@@ -51,16 +51,27 @@ def _path_rows(name: str) -> Placed:
     path = Path(name)
     if path.is_file():
         return _file_rows(path)
-    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+    if _is_saved(path):
         return _saved_rows(path)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if _reader(file) is not None)
+        files = read_files(path)
         if not files:
             raise InputError(f"{path}: no .jsonl, .json or .parquet file in this folder")
         return (row for file in files for row in _file_rows(file))
     if _reader(path) is not None or name.startswith(("/", ".")):
         raise InputError(f"{path}: no such file or folder")
     return _hub_rows(name)
+
+
+def read_files(folder: Path) -> list[Path]:
+    """The files in a folder whose rows are read, in that order; of a saved data set all but what `map` has cached."""
+    if _is_saved(folder):
+        return sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("cache-"))
+    return sorted(file for file in folder.iterdir() if _reader(file) is not None and file.is_file())
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _file_rows(path: Path) -> Placed:

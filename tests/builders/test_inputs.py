@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from eagle3_data.builders.stored import describe_inputs
-from eagle3_data.errors import ManifestMismatch
+from eagle3_data.errors import ManifestMismatch, ShardCorrupt
 from tests.builders.conftest import Builds, write_samples
 
 
@@ -50,3 +50,12 @@ def test_a_saved_data_set_is_told_by_its_rows(builds: Builds, tmp_path: Path) ->
     (tmp_path / "saved" / "cache-0123.arrow").write_bytes(b"what map() leaves")
     assert describe_inputs(builds.config("out", tmp_path / "saved")) == first
     assert save(2) != first
+
+
+def test_a_finished_build_with_a_damaged_index_says_so(builds: Builds) -> None:
+    samples = write_samples(builds.folder / "s.jsonl", 10)
+    with builds.server() as server:
+        builds.run("out", samples, server.url)
+        (builds.folder / "out" / "index" / "train.parquet").write_bytes(b"PAR1garbage")
+        with pytest.raises(ShardCorrupt, match=r"train\.parquet is damaged"):
+            builds.run("out", samples, server.url)

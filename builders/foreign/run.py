@@ -26,6 +26,7 @@ from eagle3_data.builders.ledger import Failure, Ledger
 from eagle3_data.builders.matching.token_count import NO_TOKEN
 from eagle3_data.builders.plan import Plan, PlannedShard, check_plan
 from eagle3_data.builders.resume import as_texts
+from eagle3_data.builders.samples.input import check_id
 from eagle3_data.builders.samples.policy import NOTHING, sample_digest
 from eagle3_data.builders.samples.rows import Chunk, Drop
 from eagle3_data.builders.samples.spec import SampleSpec
@@ -134,6 +135,7 @@ def _refuse_changed(config: ImportConfig, before: dict[str, Stamp] | None, now: 
 def _row(config: ImportConfig, source: Source, i: int) -> Chunk:
     name = source.name(i)
     try:
+        check_id(name, name)  # it is the sample's id
         ids, mask = source.ids_and_mask(i)
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
             raise DumpMismatch(f"{name}: token id {int(ids.max())}, the target has {config.vocab_size}")

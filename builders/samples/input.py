@@ -23,6 +23,7 @@ from eagle3_data.builders.samples.messages import (
 )
 from eagle3_data.builders.samples.texts import check_texts
 from eagle3_data.errors import InputError, SampleError
+from eagle3_data.shards.layout import MAX_ID_BYTES, id_nbytes
 
 PEEK_ROWS = 64
 """Rows read before the form is settled."""
@@ -32,6 +33,21 @@ class BadRow(SampleError):
     """A row of the right form with content that cannot become a sample (images, unknown roles, broken tool calls)."""
 
     reason = "invalid row"
+
+
+class IdTooLong(BadRow):
+    """A shard's record has no room for this id."""
+
+    reason = "id too long"
+
+
+def check_id(where: str, sample_id: str) -> None:
+    """Raises IdTooLong, before anything is captured for it."""
+    if (nbytes := id_nbytes(sample_id)) > MAX_ID_BYTES:
+        raise IdTooLong(
+            f"{where}: its id takes {nbytes} bytes as JSON (6 for a character that is not ASCII), {MAX_ID_BYTES} fit",
+            next="shorten the id, or leave it out: rows are numbered",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +176,10 @@ def parse_row(raw: RawRow, form: Form) -> Row:
     try:
         row = form.parse(raw, value)
         check_texts(row)
-        return row
     except InputError as error:
         raise BadRow(f"{raw.where}: {error.message}", next=error.next) from error
+    check_id(raw.where, row.id)
+    return row
 
 
 def detect_form(rows: Sequence[RawRow]) -> Form:

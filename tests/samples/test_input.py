@@ -18,6 +18,7 @@ from eagle3_data.builders.samples import SampleSpec, prepare_samples
 from eagle3_data.builders.samples.input import BadRow, Row, open_rows, parse_row
 from eagle3_data.builders.samples.messages import Conversation, ServedRow, parse_message, split_think
 from eagle3_data.errors import ConfigError, InputError, SampleError
+from eagle3_data.shards.layout import JSON_BYTES, MAX_ID_BYTES, SampleRecord
 
 from .kit import tokenizer
 
@@ -257,3 +258,26 @@ def test_a_text_that_is_not_utf_8_leaves_its_row_out(tmp_path: Path, kind: str, 
             refused.append((raw.row, error.message))
     assert found == [number for number in range(12) if number != bad]
     assert refused == [(bad, f"{source}: row {bad}: not UTF-8 text (invalid continuation byte)")]
+
+
+@pytest.mark.parametrize("character", ["x", "对", "\U0001f600", "\n"])
+def test_an_id_that_a_record_has_no_room_for_is_dropped_before_any_capture(tmp_path: Path, character: str) -> None:
+    fits = character * (MAX_ID_BYTES // len(json.dumps(character)[1:-1]))
+    rows = [{"id": i, "input_ids": [n, 2], "loss_mask": [0, 1]} for n, i in enumerate(("a", fits + character, fits))]
+    source = write(tmp_path / "in.jsonl", rows)
+    report = prepare_samples(source, tokenizer("llama-3.1"), SampleSpec(), tmp_path / "s.arrow")
+    assert (report.samples, report.dropped) == (2, {"id too long": 1})
+    (drop,) = [json.loads(line) for line in (tmp_path / "s.dropped.jsonl").read_text().splitlines()]
+    assert (drop["row"], f"{MAX_ID_BYTES} fit" in drop["detail"]) == (1, True)
+    most = 2**31 - 1
+    record = SampleRecord(
+        key="1" * 24,
+        id=fits,
+        tokens=most,
+        supervised=most,
+        ids_digest="0" * 32,
+        next_token=most,
+        checksum=f"{'0' * 32}:{'0' * 32}",
+        stored="0" * 32,
+    )
+    assert len(record.to_json()) == JSON_BYTES

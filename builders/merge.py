@@ -32,7 +32,8 @@ def merge(parts: Sequence[Path], out: Path, *, on_shard: Callable[[ShardRow], No
     """Join finished parts in `out`.
 
     Raises ConfigError for parts that are missing, double, unfinished or of no build, ManifestMismatch when two have
-    been made with different settings, ShardCorrupt when a file is not what its manifest says.
+    been made with different settings, ShardCorrupt when a file is not what its manifest says: by its size where it is
+    linked (`verify` reads it), by its checksum where it is copied.
     """
     found = [(folder, Manifest.load(folder)) for folder in parts]
     _check_parts(found)
@@ -124,6 +125,7 @@ def _bring(source: Path, target: Path, row: ShardRow) -> None:
     """Link, or copy and check. A file that is there already must be the shard."""
     if target.exists():
         if source.exists() and source.samefile(target):
+            _check_size(source, target, row)
             return  # linked by a merge before
         if target.stat().st_size != row.nbytes or file_xxh3(target) != row.xxh3:
             raise ShardCorrupt(f"{target} is there and is not the shard of that name", next="merge into a new folder")
@@ -131,7 +133,11 @@ def _bring(source: Path, target: Path, row: ShardRow) -> None:
     hidden = durable.hidden(target)
     hidden.unlink(missing_ok=True)
     try:
-        os.link(source, hidden)
+        os.link(source.resolve(), hidden)  # a part may have its shards elsewhere, behind symbolic links
+        _check_size(source, hidden, row)
+    except ShardCorrupt:
+        hidden.unlink()
+        raise
     except FileNotFoundError:
         raise ShardCorrupt(f"{source} is in its part's manifest and not on disk") from None
     except OSError as error:
@@ -139,8 +145,17 @@ def _bring(source: Path, target: Path, row: ShardRow) -> None:
             raise
         shutil.copyfile(source, hidden)
         if file_xxh3(hidden) != row.xxh3:
+            hidden.unlink()
             raise ShardCorrupt(f"{source} does not give its checksum", next="eagle3-data verify PART") from error
     durable.replace(target)
+
+
+def _check_size(source: Path, linked: Path, row: ShardRow) -> None:
+    if (size := linked.stat().st_size) != row.nbytes:
+        raise ShardCorrupt(
+            f"{source} has {size:,} bytes, its part's manifest says {row.nbytes:,}",
+            next=f"eagle3-data verify {source.parent.parent}; what is damaged there is to be built or pulled again",
+        )
 
 
 def _index(found: list[tuple[Path, Manifest]], out: Path, merged: Manifest) -> None:

@@ -17,13 +17,17 @@ from eagle3_data.builders.connect import make_pool, probe
 from eagle3_data.builders.dumps import Dump, Request
 from eagle3_data.builders.pool import FlowConfig, Server
 from eagle3_data.capture import CaptureSpec
-from eagle3_data.errors import Eagle3Error
+from eagle3_data.errors import ConfigError, Eagle3Error
+from eagle3_data.patience import Patience, Tries
 from eagle3_data.protocol import AUX, DTYPE_BYTES, IDS, LAST, RequestId
 from eagle3_data.shards.table import SampleTable
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
 """Largest ||new - stored|| / ||stored|| of one token's state: batch and kernel change the low bits, never more."""
 FP8_TOLERANCE = 0.08
+TRIES = 4
+"""Requests for one sample, until one gets through."""
+PATIENCE = Patience(first_s=0.5, longest_s=8.0, total_s=600.0)
 
 
 @dataclass(slots=True)
@@ -48,8 +52,11 @@ def reextract(
 ) -> Comparison:
     """Prefill `count` samples (chosen by the content, the same each time) at `url` and compare their states.
 
-    Raises ServerError or ServerUnfit when the server is not there or not of this data's target.
+    A passing fault of the server is tried again a few times; it says nothing about the data. Raises ServerError or
+    ServerUnfit when the server is not there or not of this data's target, ConfigError for a count below 1.
     """
+    if count < 1:
+        raise ConfigError(f"{count} samples to capture again; at least 1 is needed")
     return asyncio.run(_reextract(data, url, count, api_key, on_sample))
 
 
@@ -64,16 +71,31 @@ async def _reextract(
             pool = make_pool([probed], data.capture, FlowConfig(), "identity", Path(scratch))
             for number, row in enumerate(sorted(chosen)):
                 ids = (await asyncio.to_thread(data.read, row, (IDS,)))[IDS].tolist()
-                request = Request(RequestId(run, data.keys[row], number), ids)
-                try:
-                    await _compare(data, row, request, pool.servers[0], result)
-                except Eagle3Error as error:
-                    result.problems.append(f"sample {data.keys[row]}: {error.message}")
+                requests = [Request(RequestId(run, data.keys[row], TRIES * number + i), ids) for i in range(TRIES)]
+                await _compare_patiently(data, row, requests, pool.servers[0], result)
                 result.samples += 1
                 on_sample()
     finally:
         await probed.client.close()
     return result
+
+
+async def _compare_patiently(
+    data: SampleTable, row: int, requests: list[Request], server: Server, result: Comparison
+) -> None:
+    """One request after another, until one gets through: each under a name of its own."""
+    tries = Tries(PATIENCE)
+    for number, request in enumerate(requests, 1):
+        try:
+            await _compare(data, row, request, server, result)
+            return
+        except Eagle3Error as error:
+            wait = tries.next_wait(None) if error.retryable and number < len(requests) else None
+            if wait is None:
+                again = f" ({number} tries)" if error.retryable else ""
+                result.problems.append(f"sample {data.keys[row]}: not compared{again}: {error.message}")
+                return
+        await asyncio.sleep(wait)
 
 
 async def _compare(data: SampleTable, row: int, request: Request, server: Server, result: Comparison) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from eagle3_data import durable
 from eagle3_data.builders.pool import FlowConfig
 from eagle3_data.builders.samples import prepare_samples
+from eagle3_data.builders.samples.files import read_files
 from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig
@@ -65,9 +66,16 @@ def load_store(config: BuildConfig, on_text: Callable[[str], None]) -> SampleSto
 
 
 def describe_inputs(config: BuildConfig) -> dict[str, Any]:
-    """What rendering depends on, by content where it is a file."""
-    files = {name: file_xxh3(Path(name)) if Path(name).is_file() else "" for name in config.inputs}
+    """What rendering depends on, by content where it is a file or a folder of files."""
+    files = {name: _content(Path(name)) for name in config.inputs}
     return {"files": files, "model": config.model, "samples": config.samples.to_dict()}
+
+
+def _content(path: Path) -> str | dict[str, str]:
+    """Digest of a file, or of every file that is read in a folder, by its name; empty for the name of a data set."""
+    if path.is_file():
+        return file_xxh3(path)
+    return {str(file.relative_to(path)): file_xxh3(file) for file in read_files(path)} if path.is_dir() else ""
 
 
 def remember(config: BuildConfig) -> None:

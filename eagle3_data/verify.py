@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from eagle3_data.shards.index import read_index
 from eagle3_data.shards.layout import SampleRecord
 from eagle3_data.shards.reader import tensors_at, view_of
 from eagle3_data.shards.stored import state_columns, stored_states
+from eagle3_data.shards.table import check_index
 from eagle3_data.shards.tarwalk import TarSample, samples
 
 
@@ -81,6 +83,8 @@ def verify(folder: Path, *, on_shard: Callable[[ShardRow], None] = lambda row: N
     except (Eagle3Error, OSError, pa.ArrowException) as error:
         report.problems.append(Problem(f"index: {error}"))
         index = None
+    else:
+        report.problems.extend(_check_order(index, manifest))
     rows = _index_rows(index)
     elsewhere = deleted_shards(folder)
     here = [row for row in manifest.shards if row.name not in elsewhere]
@@ -93,6 +97,22 @@ def verify(folder: Path, *, on_shard: Callable[[ShardRow], None] = lambda row: N
             on_shard(result.row)
     report.problems.extend(_check_totals(folder, manifest, report, index))
     return report
+
+
+def _check_order(index: pa.Table, manifest: Manifest) -> Iterator[Problem]:
+    """What every reader refuses, and what gives the samples in another order than the shards have."""
+    try:
+        check_index(index, manifest)
+    except ShardCorrupt as error:
+        yield Problem(error.message)
+        return
+    places = {row.name: place for place, row in enumerate(manifest.shards)}
+    found = zip(index.column("shard").to_pylist(), index.column("offset").to_pylist(), strict=True)
+    for before, after in itertools.pairwise((places[shard], offset) for shard, offset in found):
+        if after <= before:
+            name = manifest.shards[after[0]].name
+            yield Problem(f"index: the row for byte {after[1]} of {name} stands twice, or behind a later one")
+            return
 
 
 def _index_rows(index: pa.Table | None) -> dict[str, dict[str, object]] | None:

@@ -15,25 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
 from eagle3_data import durable
 from eagle3_data.builders.dumps import Dump, Request
-from eagle3_data.builders.foreign.source import Form, Source
+from eagle3_data.builders.foreign.source import Form, Source, Stamp, stamps_of
 from eagle3_data.builders.ledger import Failure, Ledger
 from eagle3_data.builders.matching.token_count import NO_TOKEN
 from eagle3_data.builders.plan import Plan, PlannedShard, check_plan
 from eagle3_data.builders.resume import as_texts
+from eagle3_data.builders.samples.input import check_id
 from eagle3_data.builders.samples.policy import NOTHING, sample_digest
 from eagle3_data.builders.samples.rows import Chunk, Drop
 from eagle3_data.builders.samples.spec import SampleSpec
-from eagle3_data.builders.samples.store import SampleReport, SampleStore, SampleWriter
+from eagle3_data.builders.samples.store import Sample, SampleReport, SampleStore, SampleWriter
 from eagle3_data.builders.sink import ShardSink
 from eagle3_data.builders.stored import make_folder
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.card import write_card
-from eagle3_data.errors import BuildFailed, DumpMismatch, Eagle3Error, InputError, NonFinite
+from eagle3_data.errors import BuildFailed, DumpMismatch, Eagle3Error, InputError, ManifestMismatch, NonFinite
 from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.protocol import DTYPE_BYTES, RequestId
 from eagle3_data.runlock import RunLock, work_folder
@@ -74,7 +76,8 @@ def import_states(
 ) -> ImportReport:
     """Write `config.out`. The same call goes on where an earlier one was stopped.
 
-    Raises ConfigError for settings that do not fit the files, BuildFailed when too many of them are bad.
+    Raises ConfigError for settings that do not fit the files, ManifestMismatch for files that were changed since the
+    import began, BuildFailed when too many of them are bad.
     """
     make_folder(config.out)
     with RunLock(config.out):
@@ -86,9 +89,13 @@ def _store(config: ImportConfig, source: Source, on_text: Callable[[str], None])
     """Ids and masks of all files that can be read, in order; row number and file name go along."""
     folder = work_folder(config.out)
     path, note = folder / "samples.arrow", folder / "inputs.json"
-    inputs = {"form": source.form, "files": [source.name(i) for i in range(len(source))]}
-    if path.exists() and note.exists() and json.loads(note.read_text()) == inputs:
+    # what `_row` keeps depends on the vocabulary, too
+    inputs = {"form": source.form, "vocab_size": config.vocab_size, "files": stamps_of(source)}
+    before = json.loads(note.read_text()) if note.exists() else {}
+    if path.exists() and before == inputs:
         return SampleStore.open(path)
+    if (config.out / MANIFEST).exists():
+        _refuse_changed(config, before.get("files"), inputs["files"])
     note.unlink(missing_ok=True)
     on_text(f"reading ids and masks of {len(source):,} files")
     with SampleWriter(path, SampleSpec()) as writer:
@@ -112,9 +119,23 @@ def _store(config: ImportConfig, source: Source, on_text: Callable[[str], None])
     return SampleStore.open(path)
 
 
+def _refuse_changed(config: ImportConfig, before: dict[str, Stamp] | None, now: dict[str, Stamp]) -> None:
+    """States that are stored may be those of the files before: they must not stand beside ids of other ones."""
+    if not isinstance(before, dict):
+        return
+    odd = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    if odd:
+        what = "is gone" if odd[0] not in now else "is new" if odd[0] not in before else "was written anew"
+        raise ManifestMismatch(
+            f"{odd[0]} {what} since the import into {config.out} began ({len(odd)} of {len(now)} files differ)",
+            next="import into another folder, or put the files back as they were (with their times)",
+        )
+
+
 def _row(config: ImportConfig, source: Source, i: int) -> Chunk:
     name = source.name(i)
     try:
+        check_id(name, name)  # it is the sample's id
         ids, mask = source.ids_and_mask(i)
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
             raise DumpMismatch(f"{name}: token id {int(ids.max())}, the target has {config.vocab_size}")
@@ -139,10 +160,11 @@ def _row(config: ImportConfig, source: Source, i: int) -> Chunk:
 class _Import:
     def __init__(self, config: ImportConfig, source: Source, store: SampleStore) -> None:
         self.config, self.source, self.store = config, source, store
-        first = source.states(int(store.row(0).key)).aux
+        number = int(store.row(0).key)
+        first, name = source.states(number).aux, source.name(number)
         dtype = str(first.dtype).removeprefix("torch.")
         if dtype not in DTYPE_BYTES:
-            raise DumpMismatch(f"{source.name(0)}: states are {dtype}, expected one of {', '.join(DTYPE_BYTES)}")
+            raise DumpMismatch(f"{name}: states are {dtype}, expected one of {', '.join(DTYPE_BYTES)}")
         self.spec = CaptureSpec(
             model=config.model,
             layers=config.layers,
@@ -153,7 +175,7 @@ class _Import:
         wanted = self.spec.width * len(self.spec.layers)
         if first.shape[-1] != wanted:
             raise DumpMismatch(
-                f"{source.name(0)}: aux states are {first.shape[-1]} wide, {len(self.spec.layers)} layers of width "
+                f"{name}: aux states are {first.shape[-1]} wide, {len(self.spec.layers)} layers of width "
                 f"{self.spec.width} make {wanted}",
                 next="--target: the model they were captured from; --layers: the layers they hold",
             )
@@ -196,7 +218,7 @@ class _Import:
             sample = self.store.row(row)
             request = Request(RequestId(sink.manifest.run, sample.key, 0), sample.input_ids.tolist())
             try:
-                with self._dump(int(sample.key), sample.tokens) as dump:
+                with self._dump(sample) as dump:
                     await sink.place(planned.name, sample, request, dump)
             except Eagle3Error as error:
                 sink.give_up(
@@ -212,9 +234,13 @@ class _Import:
             on_sample(sink.ledger.saved + len(sink.ledger.failures), len(self.store))
         await sink.seal_if_settled(planned.name)
 
-    def _dump(self, i: int, tokens: int) -> Dump:
+    def _dump(self, sample: Sample) -> Dump:
         """The sample's states as a nameless file in memory, in the order of the shards. Raises the family of errors."""
+        i, tokens = int(sample.key), sample.tokens
         states, name = self.source.states(i), self.source.name(i)
+        same_ids = np.array_equal(states.input_ids.numpy(), sample.input_ids)
+        if not (same_ids and np.array_equal(states.loss_mask.numpy(), sample.loss_mask)):
+            raise DumpMismatch(f"{name}: its {'loss mask is' if same_ids else 'ids are'} not what was read first")
         parts = []
         for what, tensor, width in (
             ("aux states", states.aux, self.spec.width * len(self.spec.layers)),

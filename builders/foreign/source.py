@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,17 @@ class States:
     """[T, L*W]"""
     last: Tensor
     """[T, W], after the final norm."""
+    input_ids: Tensor
+    """int32 [T], read together with the states."""
+    loss_mask: Tensor
+    """uint8 [T]"""
 
 
 class Source(Protocol):
     """Samples by number. Reading raises DumpCorrupt for a file that is not whole, DumpMismatch for wrong contents."""
 
     form: Form
+    folder: Path
 
     def __len__(self) -> int: ...
     def name(self, i: int) -> str:
@@ -40,6 +46,21 @@ class Source(Protocol):
         """input_ids int32 [T], loss_mask uint8 [T]."""
 
     def states(self, i: int) -> States: ...
+    def files(self) -> list[Path]:
+        """Every file that samples are read from, in a fixed order."""
+
+
+Stamp = list[int]
+"""Size in bytes and time of the last change in nanoseconds."""
+
+
+def stamps_of(source: Source) -> dict[str, Stamp]:
+    """By file name, relative to the source's folder: equal stamps mean files that nobody wrote anew."""
+    found = {}
+    for path in source.files():
+        stat = path.stat()
+        found[os.path.relpath(path, source.folder)] = [stat.st_size, stat.st_mtime_ns]
+    return found
 
 
 def detect(folder: Path) -> Form:

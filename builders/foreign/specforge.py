@@ -28,26 +28,28 @@ class SpecForgeFiles:
         """Raises ConfigError when there is no such file."""
         self.folder = folder
         found = [*folder.rglob("*.ckpt"), *folder.rglob("*.ckpt.gz")]
-        self.files = sorted(found, key=lambda path: (path.parent, _number(path), path.name))
-        if not self.files:
+        self._files = sorted(found, key=lambda path: (path.parent, _number(path), path.name))
+        if not self._files:
             raise ConfigError(f"{folder} has no *.ckpt and no *.ckpt.gz file")
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self._files)
 
     def name(self, i: int) -> str:
-        return str(self.files[i].relative_to(self.folder))
+        return str(self._files[i].relative_to(self.folder))
 
     def ids_and_mask(self, i: int) -> tuple[Tensor, Tensor]:
-        data = self._read(i)
-        return data["input_ids"].flatten().to(torch.int32), (data["loss_mask"].flatten() != 0).to(torch.uint8)
+        return _ids_and_mask(self._read(i))
 
     def states(self, i: int) -> States:
         data = self._read(i)
-        return States(data["aux_hidden_state"], data["hidden_state"])
+        return States(data["aux_hidden_state"], data["hidden_state"], *_ids_and_mask(data))
+
+    def files(self) -> list[Path]:
+        return self._files
 
     def _read(self, i: int) -> dict[str, Tensor]:
-        data = load_tensors(self.files[i])
+        data = load_tensors(self._files[i])
         missing = [key for key in KEYS if not isinstance(data.get(key), Tensor)]
         if missing:
             raise DumpMismatch(f"{self.name(i)}: tensor {missing[0]} is missing; it has {', '.join(map(str, data))}")
@@ -59,6 +61,10 @@ class SpecForgeFiles:
         if wrong:
             raise DumpMismatch(f"{self.name(i)}: {wrong[0]} has {counts[wrong[0]]} rows, input_ids {tokens}")
         return {**data, **states}
+
+
+def _ids_and_mask(data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return data["input_ids"].flatten().to(torch.int32), (data["loss_mask"].flatten() != 0).to(torch.uint8)
 
 
 def _number(path: Path) -> int:

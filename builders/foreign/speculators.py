@@ -60,11 +60,15 @@ class SpeculatorsFiles:
         hidden, ids = data.get("hidden_states"), data.get("token_ids")
         if hidden is None or ids is None or hidden.ndim != 3:
             raise DumpMismatch(f"{path.name}: expected hidden_states [T, L+1, W] and token_ids [T], found {list(data)}")
-        if not torch.equal(ids.to(torch.int32), self.ids_and_mask(i)[0]):
+        input_ids, loss_mask = self.ids_and_mask(i)
+        if not torch.equal(ids.to(torch.int32), input_ids):
             raise DumpMismatch(f"{path.name}: its token_ids are not the data set's input_ids")
         if len(hidden) != len(ids):
             raise DumpMismatch(f"{path.name}: {len(hidden)} rows of states for {len(ids)} tokens")
-        return States(hidden[:, :-1].flatten(1), self._norm(hidden[:, -1]))
+        return States(hidden[:, :-1].flatten(1), self._norm(hidden[:, -1]), input_ids, loss_mask)
+
+    def files(self) -> list[Path]:
+        return [*self._files.values(), *(Path(file["filename"]) for file in self._rows.cache_files)]
 
 
 def _open_rows(folder: Path) -> Any:

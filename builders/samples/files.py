@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -12,7 +13,15 @@ from eagle3_data.errors import ConfigError, InputError
 
 Inputs = str | Path | Sequence[str | Path] | Iterable[Mapping[str, Any]]
 
-Placed = Iterator[tuple[str, str | Mapping[str, Any]]]
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands for one row that cannot be read, among others that can."""
+
+    why: str
+
+
+Placed = Iterator[tuple[str, str | Mapping[str, Any] | Unreadable]]
 """(place, row): the row as a JSON line or as an object."""
 
 READ_CHARS = 1 << 20
@@ -42,16 +51,27 @@ def _path_rows(name: str) -> Placed:
     path = Path(name)
     if path.is_file():
         return _file_rows(path)
-    if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+    if _is_saved(path):
         return _saved_rows(path)
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if _reader(file) is not None)
+        files = read_files(path)
         if not files:
             raise InputError(f"{path}: no .jsonl, .json or .parquet file in this folder")
         return (row for file in files for row in _file_rows(file))
     if _reader(path) is not None or name.startswith(("/", ".")):
         raise InputError(f"{path}: no such file or folder")
     return _hub_rows(name)
+
+
+def read_files(folder: Path) -> list[Path]:
+    """The files in a folder whose rows are read, in that order; of a saved data set all but what `map` has cached."""
+    if _is_saved(folder):
+        return sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("cache-"))
+    return sorted(file for file in folder.iterdir() if _reader(file) is not None and file.is_file())
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _file_rows(path: Path) -> Placed:
@@ -128,7 +148,7 @@ def _skip(text: str, at: int, characters: str) -> int:
     return at
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _parquet_rows(path: Path) -> Placed:
     import pyarrow.parquet as pq
     from pyarrow import ArrowInvalid
 
@@ -138,21 +158,46 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise InputError(f"{path}: not a Parquet file ({error})") from error
     with file:
         for batch in file.iter_batches(batch_size=256):
-            for value in batch.to_pylist():
+            for value in _batch_rows(batch):
                 yield f"{path}: row {number}", value
                 number += 1
 
 
-def _saved_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _batch_rows(batch: Any) -> Iterator[Mapping[str, Any] | Unreadable]:
+    """Rows of an Arrow batch. Its texts are bytes that nobody has checked yet."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for at in range(batch.num_rows):
+            try:
+                yield batch.slice(at, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                yield Unreadable(f"not UTF-8 text ({error.reason})")
+
+
+def _saved_rows(path: Path) -> Placed:
     import datasets
 
     saved = datasets.load_from_disk(str(path))
     if isinstance(saved, datasets.DatasetDict):
         raise InputError(f"{path}: several splits ({', '.join(saved)})", next=f"name one: {path}/{next(iter(saved))}")
-    return ((f"{path}: row {number}", row) for number, row in enumerate(saved))
+    return ((f"{path}: row {number}", row) for number, row in enumerate(_dataset_rows(saved)))
 
 
-def _hub_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _dataset_rows(saved: Any) -> Iterator[Mapping[str, Any] | Unreadable]:
+    """Rows of a `datasets.Dataset`; a row that is no text is stepped over."""
+    at = 0
+    while at < len(saved):
+        try:
+            for row in saved.select(range(at, len(saved))) if at else saved:
+                yield row
+                at += 1
+        except UnicodeDecodeError as error:
+            yield Unreadable(f"not UTF-8 text ({error.reason})")
+            at += 1
+
+
+def _hub_rows(name: str) -> Placed:
     import datasets
 
     path, _, split = name.partition(":")
@@ -163,4 +208,17 @@ def _hub_rows(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             f"{name}: neither a file nor a data set that can be loaded ({type(error).__name__}: {error})",
             next="give a .jsonl, .json or .parquet file, or `name:split` of a data set",
         ) from error
-    return ((f"{name}: row {number}", row) for number, row in enumerate(stream))
+    return _streamed_rows(name, stream)
+
+
+def _streamed_rows(name: str, stream: Iterable[Mapping[str, Any]]) -> Placed:
+    """A stream cannot be taken up again behind a row that is no text."""
+    number = 0
+    try:
+        for row in stream:
+            yield f"{name}: row {number}", row
+            number += 1
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name}: row {number} is not UTF-8 text ({error.reason})", next="save the data set without that row"
+        ) from error

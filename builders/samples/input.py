@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eagle3_data.builders.samples.files import Inputs, Placed, open_parts
+from eagle3_data.builders.samples.files import Inputs, Placed, Unreadable, open_parts
 from eagle3_data.builders.samples.messages import (
     Conversation,
     Message,
@@ -21,7 +21,9 @@ from eagle3_data.builders.samples.messages import (
     parse_sharegpt_message,
     parse_tools,
 )
+from eagle3_data.builders.samples.texts import check_texts
 from eagle3_data.errors import InputError, SampleError
+from eagle3_data.shards.layout import MAX_ID_BYTES, id_nbytes
 
 PEEK_ROWS = 64
 """Rows read before the form is settled."""
@@ -33,16 +35,33 @@ class BadRow(SampleError):
     reason = "invalid row"
 
 
+class IdTooLong(BadRow):
+    """A shard's record has no room for this id."""
+
+    reason = "id too long"
+
+
+def check_id(where: str, sample_id: str) -> None:
+    """Raises IdTooLong, before anything is captured for it."""
+    if (nbytes := id_nbytes(sample_id)) > MAX_ID_BYTES:
+        raise IdTooLong(
+            f"{where}: its id takes {nbytes} bytes as JSON (6 for a character that is not ASCII), {MAX_ID_BYTES} fit",
+            next="shorten the id, or leave it out: rows are numbered",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RawRow:
     """One row before parsing: a JSON line or an object, and the place an error should name."""
 
     row: int
     where: str
-    data: str | Mapping[str, Any]
+    data: str | Mapping[str, Any] | Unreadable
 
     def value(self) -> Mapping[str, Any]:
-        """The object. Raises InputError naming the place and what was found there."""
+        """The object. Raises InputError naming the place and what was found there, BadRow for text that is none."""
+        if isinstance(self.data, Unreadable):
+            raise BadRow(f"{self.where}: {self.data.why}")
         if not isinstance(self.data, str):
             return self.data
         try:
@@ -155,15 +174,19 @@ def parse_row(raw: RawRow, form: Form) -> Row:
             next="put rows of one form into one file",
         )
     try:
-        return form.parse(raw, value)
+        row = form.parse(raw, value)
+        check_texts(row)
     except InputError as error:
         raise BadRow(f"{raw.where}: {error.message}", next=error.next) from error
+    check_id(raw.where, row.id)
+    return row
 
 
 def detect_form(rows: Sequence[RawRow]) -> Form:
     """The form of the first rows. Raises InputError when they show none, or two."""
+    rows = [row for row in rows if not isinstance(row.data, Unreadable)]
     if not rows:
-        raise InputError("no rows: the input is empty")
+        raise InputError("no rows: the input is empty, or its first rows are no text")
     first = form_of(rows[0].value())
     if first is None:
         columns = ", ".join(sorted(map(str, rows[0].value())))

@@ -114,7 +114,8 @@ class SampleWriter:
             raise ConfigError(f"cannot write {path}: {error}", next="name another --out") from error
         schema = SCHEMA.with_metadata({"eagle3_data.samples": json.dumps(spec.to_dict())})
         self._writer = pa.ipc.new_file(self._sink, schema)
-        self._drops = self._hidden[drops_path(path)].open("w", encoding="utf-8")
+        # names of files need not be text: an escape stands for what is none
+        self._drops = self._hidden[drops_path(path)].open("w", encoding="utf-8", errors="backslashreplace")
         self._digest = xxhash.xxh3_128()
         self.samples = self.tokens = self.supervised = self.longest = 0
         self.dropped: Counter[str] = Counter()
@@ -170,7 +171,8 @@ class SampleWriter:
             "spec": self.spec.to_dict(),
             "report": report.to_dict(),
         }
-        self._hidden[record_path(self.path)].write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+        self._hidden[record_path(self.path)].write_text(text, encoding="utf-8", errors="backslashreplace")
         for hidden in self._hidden.values():
             durable.fsync_file(hidden)
         record_path(self.path).unlink(missing_ok=True)

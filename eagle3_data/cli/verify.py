@@ -38,7 +38,7 @@ def verify_command(
         str | None, typer.Option(help="The target: its head is checked against the server's own top-1 tokens.")
     ] = None,
     against: Annotated[str | None, typer.Option(help="A patched server: some samples are captured again.")] = None,
-    samples: Annotated[int, typer.Option("--samples", "-n", help="With --against: how many.")] = 32,
+    samples: Annotated[int, typer.Option("--samples", "-n", min=1, help="With --against: how many.")] = 32,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key.", envvar="EAGLE3_DATA_API_KEY", show_default=False)
     ] = None,

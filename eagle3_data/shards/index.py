@@ -91,7 +91,10 @@ def consolidate(folder: Path, manifest: Manifest) -> None:
 
 
 def read_index(folder: Path, manifest: Manifest) -> pa.Table:
-    """All rows of the shards in the manifest, in its order. Raises ShardCorrupt when a shard has no rows."""
+    """All rows of the shards in the manifest, in its order.
+
+    Raises ShardCorrupt when a shard has no rows, or a file of the index is damaged.
+    """
     try:
         return _read_index(folder, manifest)
     except FileNotFoundError:  # a builder that ends just now has put the parts into the whole
@@ -109,7 +112,7 @@ def _read_index(folder: Path, manifest: Manifest) -> pa.Table:
     whole, tables, have = whole_path(folder, manifest.split), [], set()
     parts = [part_path(folder, row.name) for row in manifest.shards]
     if whole.exists() and not all(path.exists() for path in parts):
-        table = pq.read_table(whole, schema=INDEX_SCHEMA)
+        table = _read_file(whole)
         have = set(table.column("shard").unique().to_pylist())
         listed = {row.name for row in manifest.shards}
         if not have <= listed:
@@ -120,5 +123,17 @@ def _read_index(folder: Path, manifest: Manifest) -> pa.Table:
             continue
         if not path.exists():
             raise FileNotFoundError(errno.ENOENT, "no index part", str(path))
-        tables.append(pq.read_table(path, schema=INDEX_SCHEMA))
+        tables.append(_read_file(path))
     return pa.concat_tables(tables) if tables else INDEX_SCHEMA.empty_table()
+
+
+def _read_file(path: Path) -> pa.Table:
+    try:
+        return pq.read_table(path, schema=INDEX_SCHEMA)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the operating system; damaged pages are an OSError of Arrow's, without a number
+        raise ShardCorrupt(
+            f"{path} is damaged: {' '.join(str(error).split())[:200]}",
+            next="put it back from a copy or a mirror (eagle3-data pull); the shards themselves may be sound",
+        ) from error

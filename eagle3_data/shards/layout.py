@@ -42,7 +42,7 @@ MAX_MEMBER_BYTES = 8 * 2**30 - 1
 """USTAR writes sizes as 11 octal digits."""
 MAX_ARROW_BYTES = 2**31 - 2
 """Above this a sample cannot go through an Arrow binary column, so plain `datasets` cannot read it."""
-MAX_ID_BYTES = 512
+LONGEST_KEY = 24
 
 
 def load_object(data: bytes) -> dict[str, Any]:
@@ -90,7 +90,10 @@ class SampleRecord:
         """Exactly JSON_BYTES bytes. Raises ConfigError for an id that does not fit."""
         text = json.dumps(self.to_dict(), separators=(",", ":")).encode()
         if len(text) > JSON_BYTES:
-            raise ConfigError(f"sample {self.key}: its id takes more than {MAX_ID_BYTES} bytes", next="shorten the id")
+            raise ConfigError(
+                f"sample {self.key}: its id takes {id_nbytes(self.id)} bytes as JSON, {MAX_ID_BYTES} fit",
+                next="shorten the id",
+            )
         return text + b" " * (JSON_BYTES - len(text))
 
     @classmethod
@@ -101,6 +104,31 @@ class SampleRecord:
             return cls(**parse_strict(cls, loaded, "sample record"))
         except TypeError as error:
             raise ValueError(f"sample record: {error}") from error
+
+
+def id_nbytes(sample_id: str) -> int:
+    """Bytes of an id in the JSON member: a character that is not ASCII takes 6, or 12."""
+    return len(json.dumps(sample_id)) - 2
+
+
+def _others_nbytes() -> int:
+    """Bytes of the longest record, without its id."""
+    most = 2**31 - 1
+    record = SampleRecord(
+        key="0" * LONGEST_KEY,
+        id="",
+        tokens=most,
+        supervised=most,
+        ids_digest="0" * 32,
+        next_token=most,
+        checksum="0" * 65,
+        stored="0" * 32,
+    )
+    return len(json.dumps(record.to_dict(), separators=(",", ":")))
+
+
+MAX_ID_BYTES = JSON_BYTES - _others_nbytes()
+"""Longest id, in bytes of its JSON: what a record of any sample has room for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import pytest
 
 from eagle3_data.builders.merge import merge
 from eagle3_data.cli.build import parse_part
-from eagle3_data.errors import ConfigError, ManifestMismatch
+from eagle3_data.errors import ConfigError, ManifestMismatch, ShardCorrupt
 from eagle3_data.manifest import Manifest
 from eagle3_data.shards import ShardSet
 from eagle3_data.verify import verify
@@ -110,6 +112,58 @@ def test_parts_that_are_not_one_build_are_refused(builds: Builds) -> None:
     Manifest.load(one).model_copy(update={"state": "building"}).save(one)
     with pytest.raises(ConfigError, match="part-1 is not finished"):
         merge([zero, one], builds.folder / "out")
+
+
+def test_a_cut_shard_is_not_merged(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, out = write_samples(builds.folder / "s.jsonl", 30), builds.folder / "out"
+    folders = [builds.folder / f"part-{i}" for i in range(2)]
+    with builds.server() as server:
+        for i in range(2):
+            builds.run(f"part-{i}", samples, server.url, part=(i, 2))
+    shard = min((folders[0] / "data").glob("*.tar"))
+    whole = shard.read_bytes()
+    words = rf"{shard.name} has {len(whole) // 2:,} bytes, its part's manifest says {len(whole):,}"
+    shard.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ShardCorrupt, match=words):
+        merge(folders, out)
+    assert [path.name for path in (out / "data").iterdir() if shard.name in path.name] == []
+    shard.write_bytes(whole)
+    merge(folders, out)
+    shard.write_bytes(whole[: len(whole) // 2])  # the merged folder's, too: it is linked
+    with pytest.raises(ShardCorrupt, match=words):
+        merge(folders, out)
+    shutil.rmtree(out)
+
+    def no_link(*paths: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", no_link)
+    with pytest.raises(ShardCorrupt, match="does not give its checksum"):
+        merge(folders, out)
+    assert [path.name for path in (out / "data").iterdir() if shard.name in path.name] == []
+
+
+def test_shards_behind_symbolic_links_are_merged(builds: Builds) -> None:
+    """As when a part's disk was full and some shards were moved to another."""
+    samples, out = write_samples(builds.folder / "s.jsonl", 30), builds.folder / "deeper" / "out"
+    folders, disk = [builds.folder / f"part-{i}" for i in range(2)], builds.folder / "disk"
+    with builds.server() as server:
+        builds.run("whole", samples, server.url)
+        for i in range(2):
+            builds.run(f"part-{i}", samples, server.url, part=(i, 2))
+    disk.mkdir()
+    for shard in sorted((folders[0] / "data").glob("*.tar")):
+        shard.rename(disk / shard.name)
+        shard.symlink_to(os.path.relpath(disk / shard.name, shard.parent))
+    for _ in range(2):
+        merge(folders, out)
+        assert verify(out).problems == []
+    assert builds.shards("deeper/out") == builds.shards("whole")
+    assert not any(path.is_symlink() for path in (out / "data").iterdir())
+    (disk / shard.name).unlink()
+    shutil.rmtree(out)
+    with pytest.raises(ShardCorrupt, match=f"{shard.name} is in its part's manifest and not on disk"):
+        merge(folders, out)
 
 
 def test_shards_option() -> None:

@@ -13,11 +13,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import tests.replay as replay
+from eagle3_data.builders import reextract
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.cli import main
+from eagle3_data.patience import Patience
 from tests.builders.conftest import Builds, write_samples
 from tests.models import VOCAB, WIDTH
-from tests.replay import SPEC, ReplayServer
+from tests.replay import SPEC, Faults, ReplayServer
 
 WRONG = 5
 """The sample of which a test gets one state row wrong."""
@@ -124,3 +126,30 @@ def test_against_names_the_sample_with_a_wrong_row(
         code, printed = cli(monkeypatch, capsys, "verify", out, "--against", server.url)
         assert code == 1
         assert "serves someone/Else-7B" in printed
+
+
+@pytest.mark.parametrize("fault", ["500", "reset"])
+def test_a_passing_fault_of_the_server_is_not_the_datas(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    monkeypatch.setattr(reextract, "PATIENCE", Patience(first_s=0.01, total_s=600.0))
+    samples, out = write_samples(builds.folder / "s.jsonl", 8), builds.folder / "out"
+    with builds.server() as server:
+        builds.run("out", samples, server.url)
+    with builds.server(Faults(reply={0: fault, 3: fault, 4: fault, 5: fault}), spool="again") as server:
+        code, printed = cli(monkeypatch, capsys, "verify", out, "--against", server.url, "-n", 8)
+        assert code == 0, printed
+        assert "re-extracted 8 samples: 8 bit-equal" in printed
+        assert len(set(server.requests)) == len(server.requests) == 12
+        assert list(server.spool.glob("e3d-*")) == []
+    with builds.server(Faults(reply=dict.fromkeys(range(4), fault)), spool="thrice") as server:
+        code, printed = cli(monkeypatch, capsys, "verify", out, "--against", server.url, "-n", 8)
+        assert code == 1, printed
+        assert "not compared (4 tries): " in printed
+        assert "7 bit-equal" in printed
+    with builds.server(Faults(reply={0: "400"}), spool="refused") as server:
+        code, printed = cli(monkeypatch, capsys, "verify", out, "--against", server.url, "-n", 8)
+        assert (code, len(server.requests)) == (1, 8), "what would be refused again is not asked for again"
+    code, printed = cli(monkeypatch, capsys, "verify", out, "--against", "http://127.0.0.1:1", "-n", "-1")
+    assert code == 2
+    assert "Invalid value for '--samples'" in printed

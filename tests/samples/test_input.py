@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eagle3_data.builders.samples.input import Row, open_rows, parse_row
+from eagle3_data.builders.samples import SampleSpec, prepare_samples
+from eagle3_data.builders.samples.input import BadRow, Row, open_rows, parse_row
 from eagle3_data.builders.samples.messages import Conversation, ServedRow, parse_message, split_think
 from eagle3_data.errors import ConfigError, InputError, SampleError
+from eagle3_data.shards.layout import JSON_BYTES, MAX_ID_BYTES, SampleRecord
+
+from .kit import tokenizer
 
 OPENAI = {"id": "a", "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 SHAREGPT = {
@@ -174,3 +179,105 @@ def test_reading_takes_flat_memory(tmp_path: Path, kind: str) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 << 20 < path.stat().st_size
+
+
+HALF = "cut in an emoji \ud83d"
+CALL = {"function": {"name": "f", "arguments": json.dumps({"k": HALF})}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {HALF: {"type": "string"}}}}}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "memory"])
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        ({"id": HALF}, "the id"),
+        ({"source": HALF}, "the source"),
+        ({"messages": [{"role": "user", "content": HALF}, OPENAI["messages"][1]]}, "message 0"),
+        ({"messages": [OPENAI["messages"][0], {"role": "assistant", "content": "a", "reasoning": HALF}]}, "message 1"),
+        (
+            {"messages": [OPENAI["messages"][0], {"role": "assistant", "tool_calls": [CALL]}]},
+            "a tool call of message 1",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}, OPENAI["messages"][1]]},
+            "message 0",
+        ),
+        ({"tools": [TOOL]}, "the tools"),
+        ({"tools": json.dumps([TOOL])}, "the tools"),
+    ],
+)
+def test_half_an_emoji_leaves_its_row_out_and_no_other(
+    tmp_path: Path, kind: str, changed: dict[str, Any], where: str
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {**OPENAI, "id": f"r{number}", "messages": [{"role": "user", "content": str(number)}, OPENAI["messages"][1]]}
+        for number in range(4)
+    ]
+    rows[2] |= changed
+    source: Any = tmp_path / f"in.{kind}"
+    if kind == "jsonl":
+        write(source, rows)
+    elif kind == "json":
+        source.write_text(json.dumps(rows))
+    else:
+        source = rows
+    report = prepare_samples(source, tokenizer("llama-3.1"), SampleSpec(), tmp_path / "s.arrow")
+    assert (report.samples, report.dropped) == (3, {"invalid row": 1})
+    (drop,) = [json.loads(line) for line in (tmp_path / "s.dropped.jsonl").read_text().splitlines()]
+    assert drop["row"] == 2
+    assert f"half a surrogate pair at character 16 of {where}" in drop["detail"]
+
+
+def test_half_an_emoji_in_the_id_of_a_row_with_ids(tmp_path: Path) -> None:
+    rows = [{"id": f"r{n}", "input_ids": [n, 2, 3], "loss_mask": [0, 1, 1]} for n in range(3)]
+    rows[1]["id"] = HALF
+    report = prepare_samples(
+        write(tmp_path / "in.jsonl", rows), tokenizer("llama-3.1"), SampleSpec(), tmp_path / "s.arrow"
+    )
+    assert (report.samples, report.dropped) == (2, {"invalid row": 1})
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+@pytest.mark.parametrize("bad", [0, 5])
+def test_a_text_that_is_not_utf_8_leaves_its_row_out(tmp_path: Path, kind: str, bad: int) -> None:
+    """Arrow does not check texts: half an emoji can lie in them as bytes."""
+    texts = [f"prompt {number}".encode() for number in range(12)]
+    texts[bad] = b"cut \xed\xa0\xbd"
+    ends = np.cumsum([0, *map(len, texts)]).astype(np.int32)
+    column = pa.Array.from_buffers(pa.string(), 12, [None, pa.py_buffer(ends), pa.py_buffer(b"".join(texts))])
+    table, source = pa.table({"prompt": column}), tmp_path / f"in.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, source)
+    else:
+        datasets.Dataset(table).save_to_disk(str(source))
+    stream, found, refused = open_rows(source), [], []
+    for raw in stream:
+        try:
+            found.append(parse_row(raw, stream.form).row)
+        except BadRow as error:
+            refused.append((raw.row, error.message))
+    assert found == [number for number in range(12) if number != bad]
+    assert refused == [(bad, f"{source}: row {bad}: not UTF-8 text (invalid continuation byte)")]
+
+
+@pytest.mark.parametrize("character", ["x", "对", "\U0001f600", "\n"])
+def test_an_id_that_a_record_has_no_room_for_is_dropped_before_any_capture(tmp_path: Path, character: str) -> None:
+    fits = character * (MAX_ID_BYTES // len(json.dumps(character)[1:-1]))
+    rows = [{"id": i, "input_ids": [n, 2], "loss_mask": [0, 1]} for n, i in enumerate(("a", fits + character, fits))]
+    source = write(tmp_path / "in.jsonl", rows)
+    report = prepare_samples(source, tokenizer("llama-3.1"), SampleSpec(), tmp_path / "s.arrow")
+    assert (report.samples, report.dropped) == (2, {"id too long": 1})
+    (drop,) = [json.loads(line) for line in (tmp_path / "s.dropped.jsonl").read_text().splitlines()]
+    assert (drop["row"], f"{MAX_ID_BYTES} fit" in drop["detail"]) == (1, True)
+    most = 2**31 - 1
+    record = SampleRecord(
+        key="1" * 24,
+        id=fits,
+        tokens=most,
+        supervised=most,
+        ids_digest="0" * 32,
+        next_token=most,
+        checksum=f"{'0' * 32}:{'0' * 32}",
+        stored="0" * 32,
+    )
+    assert len(record.to_json()) == JSON_BYTES

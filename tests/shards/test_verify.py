@@ -9,11 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from eagle3_data.errors import ShardCorrupt
 from eagle3_data.hub.digest import file_xxh3
 from eagle3_data.manifest import Manifest
+from eagle3_data.shards import ShardSet
+from eagle3_data.shards.index import INDEX_SCHEMA, part_path
 from eagle3_data.shards.layout import SampleRecord
 from eagle3_data.verify import verify
 from tests.builds import SPEC, FakeDump, make_build
@@ -216,3 +221,54 @@ def test_a_sample_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("eagle3_data.verify._index_rows", lambda index: None)
     twice = [problem.what for problem in verify(tmp_path / "b").problems]
     assert twice == [f"sample 0000000{i} is also in train-000000.tar" for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([0, 1, 2, 2, 3, 4, 5], "do not stand together, or are not all there"),
+        ([0, 2, 1, 3, 4, 5], "do not stand together"),
+        ([0, 1, 3, 2, 4, 5], "behind a later one"),
+        ([2, 3, 0, 1, 4, 5], "behind a later one"),
+        ([0, 1, 2, 2, 4, 5], "stands twice"),
+    ],
+)
+def test_an_index_with_rows_twice_or_out_of_order(tmp_path: Path, rows: list[int], words: str) -> None:
+    make_build(tmp_path / "b")
+    path = tmp_path / "b" / "index" / "train.parquet"
+    pq.write_table(pq.read_table(path).take(pa.array(rows)).cast(INDEX_SCHEMA), path)
+    assert words in "\n".join(map(str, verify(tmp_path / "b").problems))
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def pages(data: bytes) -> bytes:
+    """Its footer is whole, what it points to is not."""
+    return data[:4] + bytes(len(data) // 2) + data[4 + len(data) // 2 :]
+
+
+def garbage(data: bytes) -> bytes:
+    return b"PAR1garbage"
+
+
+@pytest.mark.parametrize("change", [cut, pages, garbage])
+@pytest.mark.parametrize("part", [False, True])
+def test_a_damaged_index_is_said_with_what_to_do(tmp_path: Path, part: bool, change: Callable[[bytes], bytes]) -> None:
+    folder = tmp_path / "b"
+    make_build(folder)
+    path = folder / "index" / "train.parquet"
+    if part:  # as while a build runs
+        table, name = pq.read_table(path), "train-000001.tar"
+        for row in Manifest.load(folder).shards:
+            part_path(folder, row.name).parent.mkdir(exist_ok=True)
+            pq.write_table(table.filter(pa.compute.equal(table.column("shard"), row.name)), part_path(folder, row.name))
+        path.unlink()
+        path = part_path(folder, name)
+    assert verify(folder).problems == []
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ShardCorrupt, match=rf"{path.name} is damaged(.|\n)*next: .*mirror"):
+        ShardSet.open(folder)
+    (problem,) = verify(folder).problems
+    assert f"{path.name} is damaged" in problem.what

@@ -90,12 +90,13 @@ def _store(config: ImportConfig, source: Source, on_text: Callable[[str], None])
     folder = work_folder(config.out)
     path, note = folder / "samples.arrow", folder / "inputs.json"
     # what `_row` keeps depends on the vocabulary, too
-    inputs = {"form": source.form, "vocab_size": config.vocab_size, "files": stamps_of(source)}
+    files = stamps_of(source)
+    inputs = {"form": source.form, "vocab_size": config.vocab_size, "files": files}
     before = json.loads(note.read_text()) if note.exists() else {}
     if path.exists() and before == inputs:
         return SampleStore.open(path)
     if (config.out / MANIFEST).exists():
-        _refuse_changed(config, before.get("files"), inputs["files"])
+        _refuse_changed(config, before.get("files"), files)
     note.unlink(missing_ok=True)
     on_text(f"reading ids and masks of {len(source):,} files")
     with SampleWriter(path, SampleSpec()) as writer:

@@ -24,7 +24,7 @@ from eagle3_data.builders.dumps import Dump, Request
 from eagle3_data.builders.foreign.source import Form, Source, Stamp, stamps_of
 from eagle3_data.builders.ledger import Failure, Ledger
 from eagle3_data.builders.matching.token_count import NO_TOKEN
-from eagle3_data.builders.plan import Plan, PlannedShard, check_plan
+from eagle3_data.builders.plan import Plan, PlannedShard, check_plan, written_bytes
 from eagle3_data.builders.resume import as_texts
 from eagle3_data.builders.samples.input import check_id
 from eagle3_data.builders.samples.policy import NOTHING, sample_digest
@@ -189,7 +189,7 @@ class _Import:
         check_plan(
             plan,
             config.out,
-            written=manifest.nbytes,
+            written=written_bytes(config.out, manifest),
             context_length=config.context_length,
             key_of=lambda row: store.row(row).key,
         )

@@ -439,7 +439,7 @@ def test_a_run_without_a_step_has_a_report(
 
     spec = CaptureSpec(model=str(tiny_llama), layers=(1, 3, 4), width=64, vocab_size=768)
     make_build(tmp_path / "build", LENGTHS, spec=spec)
-    _train(make_config(f"data.folder={tmp_path / 'build'}", "optim.max_minutes=0.00001"), ())
+    _train(make_config(f"data.folder={tmp_path / 'build'}", "optim.max_minutes=1e-12"), ())
     said = capsys.readouterr().out
     assert "time after 0 steps" in said
     assert "loss  " not in said.partition("time after")[2]

@@ -8,7 +8,8 @@ from typing import Any
 
 import datasets
 
-from eagle3_data.builders.tensors import StateTensor
+from eagle3_data.builders.tensors import tensor_columns
+from eagle3_data.builders.wrapping import wrap_once
 from eagle3_data.errors import ConfigError
 from eagle3_data.protocol import IDS
 
@@ -36,27 +37,17 @@ def refuse_exports() -> None:
     for method in BETTER:
         for owner in OWNERS:
             if hasattr(owner, method):
-                _wrap(owner, method)
+                wrap_once(owner, method, functools.partial(_refusing, method))
     for method in BY_COLUMN:
-        _wrap_by_column(method)
+        wrap_once(datasets.Dataset, method, functools.partial(_refusing_by_column, method))
 
 
 def _ours(data: Any) -> list[str]:
-    """The tensor columns; a stream that went through `map` has no features, and holds values."""
     parts = data.values() if isinstance(data, dict) else (data,)
-    return list(
-        dict.fromkeys(
-            name for part in parts for name, kind in (part.features or {}).items() if isinstance(kind, StateTensor)
-        )
-    )
+    return list(dict.fromkeys(name for part in parts for name in tensor_columns(part.features)))
 
 
-def _wrap(owner: Any, method: str) -> None:
-    original: Callable[..., Any] = getattr(owner, method)
-    if getattr(original, "_eagle3_data", False):
-        return
-
-    @functools.wraps(original)
+def _refusing(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         columns = _ours(self)
         if columns:
@@ -65,16 +56,10 @@ def _wrap(owner: Any, method: str) -> None:
             raise ConfigError(f"{method} would give row numbers for {', '.join(columns)}", next=better)
         return original(self, *args, **kwargs)
 
-    checked._eagle3_data = True  # type: ignore[attr-defined]
-    setattr(owner, method, checked)
+    return checked
 
 
-def _wrap_by_column(method: str) -> None:
-    original: Callable[..., Any] = getattr(datasets.Dataset, method)
-    if getattr(original, "_eagle3_data", False):
-        return
-
-    @functools.wraps(original)
+def _refusing_by_column(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked = args[0] if args else kwargs.get(BY_COLUMN[method], ())
         found = [name for name in _ours(self) if name in ([asked] if isinstance(asked, str) else asked)]
@@ -85,5 +70,4 @@ def _wrap_by_column(method: str) -> None:
             )
         return original(self, *args, **kwargs)
 
-    checked._eagle3_data = True  # type: ignore[attr-defined]
-    setattr(datasets.Dataset, method, checked)
+    return checked

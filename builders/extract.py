@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from eagle3_data.builders.dumps import Dump, Request, open_dump
-from eagle3_data.builders.ledger import Failure
 from eagle3_data.builders.order import Job, Order, PlanOrder
 from eagle3_data.builders.plan import PlannedShard
 from eagle3_data.builders.pool import FlowConfig, Server, ServerPool
 from eagle3_data.builders.samples.store import Sample
 from eagle3_data.builders.sink import ShardSink, free_bytes
 from eagle3_data.errors import BuildFailed, ConnectionLost, DumpMismatch, Eagle3Error, RequestTimeout, SpoolFull
+from eagle3_data.failures import Failure
 from eagle3_data.hub.scratch import Scratch
 from eagle3_data.journal import Event, Tick
 from eagle3_data.protocol import RequestId

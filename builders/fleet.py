@@ -147,14 +147,17 @@ def _check_same(config: BuildConfig, store: SampleStore, plan: Plan, folders: Se
     for index, folder in enumerate(folders):
         if (folder / MANIFEST).exists():
             manifest = Manifest.load(folder)
-            part = replace(config, part=(index, len(folders)), engine="local", workers=None)
+            part = _of_part(config, folder, index, len(folders))
             manifest.check_same(make_fingerprint(part, store, plan.spec, manifest.fingerprint.get(HEAD, "")))
+
+
+def _of_part(config: BuildConfig, folder: Path, index: int, count: int) -> BuildConfig:
+    return replace(config, out=folder.resolve(), part=(index, count), engine="local", workers=None, retry_failed=False)
 
 
 def _prepare(config: BuildConfig, folder: Path, index: int, count: int) -> PartJob:
     """The part's folder with its settings and the samples, which were rendered once."""
-    part = replace(config, out=folder.resolve(), part=(index, count), engine="local", workers=None, retry_failed=False)
-    remember(part)
+    remember(_of_part(config, folder, index, count))
     source, target = work_folder(config.out), work_folder(folder)
     samples = Path("samples.arrow")
     for name in (samples, drops_path(samples), record_path(samples), Path("inputs.json")):

@@ -6,7 +6,7 @@ NumPy has no bf16: those come as float32, which holds every value of it (`datase
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,19 +14,16 @@ from datasets.formatting.np_formatter import NumpyFormatter
 from datasets.formatting.torch_formatter import TorchFormatter
 
 from eagle3_data.builders.tensors import ORIGIN
+from eagle3_data.builders.wrapping import wrap_once
 
 
 def teach_formats() -> None:
     """Wrap the step of both formats that makes tensors or arrays of a row, a column or a batch."""
     for formatter in (TorchFormatter, NumpyFormatter):
-        if not getattr(formatter.recursive_tensorize, "_eagle3_data", False):
-            _wrap(formatter)
+        wrap_once(formatter, "recursive_tensorize", _tensorizing)
 
 
-def _wrap(formatter: Any) -> None:
-    original = formatter.recursive_tensorize
-
-    @functools.wraps(original)
+def _tensorizing(original: Callable[..., Any]) -> Callable[..., Any]:
     def recursive_tensorize(self: Any, values: Any) -> Any:
         if isinstance(self, NumpyFormatter):
             return original(self, _widened(values))
@@ -34,8 +31,7 @@ def _wrap(formatter: Any) -> None:
         _carry(values, made)
         return made
 
-    recursive_tensorize._eagle3_data = True  # type: ignore[attr-defined]
-    formatter.recursive_tensorize = recursive_tensorize
+    return recursive_tensorize
 
 
 def _widened(values: Any) -> Any:

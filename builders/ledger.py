@@ -6,15 +6,12 @@ how to try again. A row is durable before its shard is sealed without the sample
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 from eagle3_data import durable
 from eagle3_data.errors import DiskFull, LedgerError
-from eagle3_data.failures import Failure, read_failures
+from eagle3_data.failures import Failure, by_reason, read_failures
 from eagle3_data.manifest import FAILURES
-
-__all__ = ["Failure", "Ledger", "read_failures"]
 
 
 class Ledger:
@@ -35,7 +32,7 @@ class Ledger:
 
     @property
     def failed(self) -> dict[str, int]:
-        return dict(Counter(row.reason for row in self.failures.values()))
+        return by_reason(self.failures.values())
 
     @property
     def failed_tokens(self) -> int:

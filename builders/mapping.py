@@ -7,7 +7,6 @@ would read every state; it gets rows that read on access, as those of `map` do.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import datasets
 from datasets.formatting.formatting import LazyDict, LazyRow
 
 from eagle3_data.builders.shown import CHANGED, Column, Shown
-from eagle3_data.builders.tensors import StateTensor, refusal
+from eagle3_data.builders.tensors import refusal, tensor_columns
+from eagle3_data.builders.wrapping import wrap_once
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,10 @@ class EachRow:
 
 def teach_filter() -> None:
     """Wrap `datasets.Dataset.filter`, for data sets with our columns alone."""
-    original = datasets.Dataset.filter
-    if getattr(original, "_eagle3_data", False):
-        return
+    wrap_once(datasets.Dataset, "filter", _filtering)
 
-    @functools.wraps(original)
+
+def _filtering(original: Callable[..., Any]) -> Callable[..., Any]:
     def filter_(
         self: Any,
         function: Callable[..., Any] | None = None,
@@ -101,35 +100,34 @@ def teach_filter() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        ours = any(isinstance(kind, StateTensor) for kind in self.features.values())
+        ours = tensor_columns(self.features)
         plain = self.format["type"] is None and input_columns is None and not batched
         if ours and plain and function is not None and not inspect.iscoroutinefunction(function):
             function, batched = EachRow(function, with_indices, with_rank), True
         return original(self, function, with_indices, with_rank, input_columns, batched, *args, **kwargs)
 
-    filter_._eagle3_data = True  # type: ignore[attr-defined]
-    datasets.Dataset.filter = filter_
+    return filter_
 
 
 def teach_map() -> None:
     """Wrap `datasets.Dataset.map`, for data sets with our columns alone."""
-    original = datasets.Dataset.map
-    if getattr(original, "_eagle3_data", False):
-        return
+    wrap_once(datasets.Dataset, "map", _mapping)
+
+
+def _mapping(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def map_(self: Any, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(self, function, *args, **kwargs).arguments
         removed, features = given.get("remove_columns") or (), given.get("features") or self.features
+        kept = set(tensor_columns(features))
         columns = tuple(
-            Column(name, kind.name, kind.content_id)
-            for name, kind in self.features.items()
-            if isinstance(kind, StateTensor) and isinstance(features.get(name), StateTensor)
+            Column(name, self.features[name].name, self.features[name].content_id)
+            for name in tensor_columns(self.features)
+            if name in kept
         )
         if columns and function is not None and not inspect.iscoroutinefunction(function):
             function = Restoring(function, columns, (removed,) if isinstance(removed, str) else tuple(removed))
         return original(self, function, *args, **kwargs)
 
-    map_._eagle3_data = True  # type: ignore[attr-defined]
-    datasets.Dataset.map = map_
+    return map_

@@ -18,10 +18,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from eagle3_data import durable
-from eagle3_data.builders.ledger import read_failures
 from eagle3_data.builders.resume import PART
 from eagle3_data.card import write_card
 from eagle3_data.errors import ConfigError, LedgerError, ManifestMismatch, ShardCorrupt
+from eagle3_data.failures import read_failures
 from eagle3_data.hub.digest import file_xxh3
 from eagle3_data.manifest import FAILURES, Manifest, PlanRow, ShardRow
 from eagle3_data.runlock import RunLock

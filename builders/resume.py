@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ import numpy as np
 
 from eagle3_data import durable
 from eagle3_data.builders.connect import Probed, server_row
-from eagle3_data.builders.ledger import Ledger, read_failures
+from eagle3_data.builders.ledger import Ledger
 from eagle3_data.builders.plan import Plan
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.errors import LedgerError
+from eagle3_data.failures import disagreement, read_failures
 from eagle3_data.manifest import FAILURES, MANIFEST, Manifest
 from eagle3_data.runlock import work_folder
 
@@ -64,10 +64,9 @@ def open_manifest(
 
 def _check_failures(folder: Path, manifest: Manifest) -> None:
     """Before anything is written. Raises LedgerError for rows that cannot be read, or are not those of the build."""
-    found = dict(Counter(row.reason for row in read_failures(folder).values()))
-    if manifest.state == "complete" and found != manifest.failed:
+    if wrong := disagreement(read_failures(folder).values(), manifest):
         raise LedgerError(
-            f"{folder / FAILURES} has {found or 'no rows'}, the manifest says {manifest.failed or 'no sample failed'}",
+            f"{folder}: {wrong}",
             next=f"take {FAILURES} from the mirror or a copy; nothing was changed",
         )
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from eagle3_data import durable
 from eagle3_data.builders.dumps import Dump, Request
-from eagle3_data.builders.ledger import Failure, Ledger
+from eagle3_data.builders.ledger import Ledger
 from eagle3_data.builders.plan import Plan, PlannedShard
 from eagle3_data.builders.samples.store import Sample, SampleStore
 from eagle3_data.errors import DiskFull, LedgerError
+from eagle3_data.failures import Failure
 from eagle3_data.hub.digest import file_xxh3
 from eagle3_data.manifest import Manifest, ServerRow, ShardRow
 from eagle3_data.protocol import ids_digest

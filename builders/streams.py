@@ -6,49 +6,38 @@ way.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import datasets
 
-from eagle3_data.builders.tensors import StateTensor
+from eagle3_data.builders.tensors import tensor_columns
+from eagle3_data.builders.wrapping import wrap_once
 
 
 def teach_streams() -> None:
     """Wrap both, for streams with our columns alone."""
-    if getattr(datasets.IterableDataset.remove_columns, "_eagle3_data", False):
-        return
-    _wrap_remove()
-    _wrap_rename()
+    wrap_once(datasets.IterableDataset, "remove_columns", _removing)
+    wrap_once(datasets.IterableDataset, "rename_columns", _renaming)
 
 
-def _has_ours(stream: Any) -> bool:
-    return any(isinstance(kind, StateTensor) for kind in (stream.features or {}).values())
-
-
-def _wrap_remove() -> None:
-    original = datasets.IterableDataset.remove_columns
-
-    @functools.wraps(original)
+def _removing(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove_columns(self: Any, column_names: str | list[str]) -> Any:
-        if not _has_ours(self):
+        if not tensor_columns(self.features):
             return original(self, column_names)
         removed = {column_names} if isinstance(column_names, str) else set(column_names)
         return self.select_columns([name for name in self.features if name not in removed])
 
-    remove_columns._eagle3_data = True  # type: ignore[attr-defined]
-    datasets.IterableDataset.remove_columns = remove_columns
+    return remove_columns
 
 
-def _wrap_rename() -> None:
-    original = datasets.IterableDataset.rename_columns
-
-    @functools.wraps(original)
+def _renaming(original: Callable[..., Any]) -> Callable[..., Any]:
     def rename_columns(self: Any, column_mapping: dict[str, str]) -> Any:
-        if not _has_ours(self):
+        ours = tensor_columns(self.features)
+        if not ours:
             return original(self, column_mapping)
         kinds = dict(self.features)
-        stored = {name: kind.stored() if isinstance(kind, StateTensor) else kind for name, kind in kinds.items()}
+        stored = {**kinds, **{name: kinds[name].stored() for name in ours}}
         renamed = original(self.cast(datasets.Features(stored)), column_mapping)
         # as `datasets` does it: the columns are read, by these, after the renaming
         renamed._info.features = datasets.Features(
@@ -56,4 +45,4 @@ def _wrap_rename() -> None:
         )
         return renamed
 
-    datasets.IterableDataset.rename_columns = rename_columns
+    return rename_columns

@@ -48,6 +48,11 @@ def refusal(column: str) -> ConfigError:
     )
 
 
+def tensor_columns(features: Mapping[str, Any] | None) -> list[str]:
+    """Names of our columns; a stream that went through `map` has no features, and holds values."""
+    return [name for name, kind in (features or {}).items() if isinstance(kind, StateTensor)]
+
+
 @dataclass(frozen=True)
 class Place:
     """Where tensors are read. `content_id` keeps a grown or replaced build from being read through an old index."""

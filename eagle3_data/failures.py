@@ -6,12 +6,14 @@ A row that cannot be read is never passed over: who writes the file anew from th
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
 from eagle3_data.errors import Eagle3Error, LedgerError
-from eagle3_data.manifest import FAILURES
+from eagle3_data.manifest import FAILURES, Manifest
 from eagle3_data.protocol import parse_strict
 
 RETRY = "eagle3-data retry DIR"
@@ -85,6 +87,18 @@ def parse_failures(data: bytes, where: str) -> list[Failure]:
                 next=f"mend that line, or take {FAILURES} from the mirror or a copy; nothing was changed",
             ) from error
     return found
+
+
+def by_reason(rows: Iterable[Failure]) -> dict[str, int]:
+    return dict(Counter(row.reason for row in rows))
+
+
+def disagreement(rows: Iterable[Failure], manifest: Manifest) -> str:
+    """What a complete build's manifest says otherwise of its failed samples; empty when nothing."""
+    found = by_reason(rows)
+    if manifest.state != "complete" or found == manifest.failed:
+        return ""
+    return f"{FAILURES} has {found or 'no rows'}, the manifest says {manifest.failed or 'no sample failed'}"
 
 
 def read_failures(folder: Path) -> dict[str, Failure]:

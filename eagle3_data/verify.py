@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import xxhash
 
 from eagle3_data.capture import TOP_IDS, TOP_LOGPROBS, CaptureSpec
 from eagle3_data.errors import Eagle3Error, ShardCorrupt
-from eagle3_data.failures import Failure, read_failures
+from eagle3_data.failures import Failure, disagreement, read_failures
 from eagle3_data.hub.notes import deleted_shards
 from eagle3_data.manifest import FAILURES, Manifest, ShardRow
 from eagle3_data.protocol import IDS, MASK, ids_digest
@@ -229,12 +228,10 @@ def _check_index(
 def _check_failures(manifest: Manifest, rows: Sequence[Failure], index: pa.Table | None) -> Iterator[Problem]:
     """Every planned sample is in the index, or failed with a reason, or was skipped; none is two of these."""
     saved, skipped = manifest.saved, sum(manifest.plan.skipped.values())
-    if manifest.state == "complete":
-        if saved + len(rows) + skipped != manifest.plan.planned:
-            yield Problem(f"saved {saved} + failed {len(rows)} + skipped {skipped} != planned {manifest.plan.planned}")
-        found = dict(Counter(row.reason for row in rows))
-        if found != manifest.failed:
-            yield Problem(f"{FAILURES} has {found or 'no rows'}, the manifest says {manifest.failed or 'none failed'}")
+    if manifest.state == "complete" and saved + len(rows) + skipped != manifest.plan.planned:
+        yield Problem(f"saved {saved} + failed {len(rows)} + skipped {skipped} != planned {manifest.plan.planned}")
+    if wrong := disagreement(rows, manifest):
+        yield Problem(wrong)
     if index is not None and rows:
         keys = pa.array([row.key for row in rows], pa.string())
         both = index.filter(pc.is_in(index.column("key"), keys)).column("key").to_pylist()

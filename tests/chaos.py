@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import eagle3_data.builders.pool as pool
-from eagle3_data.builders.ledger import read_failures
+from eagle3_data.failures import read_failures
 from eagle3_data.journal import journal_path
 from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.server.process import free_port

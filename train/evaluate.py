@@ -145,7 +145,8 @@ def server_config(config: EvalConfig, draft: Path | None) -> ServerConfig:
         # with a draft SGLang takes 48 at once unless told; the rest would wait, and the comparison with plain be unfair
         extra_args=(
             *("--disable-radix-cache", "--max-running-requests", str(config.concurrency)),
-            *(*of_draft, *config.server_args),
+            *of_draft,
+            *config.server_args,
         ),
         python=config.python,
     )

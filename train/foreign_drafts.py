@@ -41,6 +41,15 @@ class ImportedDraft:
     """'specforge' or 'speculators'."""
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignDraft:
+    engine: Engine
+    """Whose form its config has."""
+    spec: DraftSpec
+    tensors: dict[str, Tensor]
+    """float32, under our names, with `d2t` and `t2d` for a reduced vocabulary."""
+
+
 def is_draft(folder: Path) -> bool:
     return (folder / TRAINING_STATE).exists() or (
         (folder / "config.json").exists() and next(folder.glob("*.safetensors"), None) is not None
@@ -51,16 +60,13 @@ def import_draft(source: Path, out: Path, *, target: TargetInfo, draft_config: P
     """Write `out` as a checkpoint of ours. Raises ConfigError or TrainingError naming the field or tensor at fault."""
     if out.exists() and {path.name for path in out.iterdir()} not in (set(), {DRAFT, SPEC}):
         raise ConfigError(f"{out} holds something else than an imported draft", next="name another folder with --out")
-    spec, weights = read_foreign(source, target, draft_config=draft_config)
-    write_checkpoint(out, spec, None, {DRAFT: weights})
-    engine = _engine_of(_read_config(draft_config or source / "config.json"))
-    return ImportedDraft(out, spec, "speculators" if engine == "vllm" else "specforge")
+    found = read_foreign(source, target, draft_config=draft_config)
+    write_checkpoint(out, found.spec, None, {DRAFT: found.tensors})
+    return ImportedDraft(out, found.spec, "speculators" if found.engine == "vllm" else "specforge")
 
 
-def read_foreign(
-    source: Path, target: TargetInfo, *, draft_config: Path | None = None
-) -> tuple[DraftSpec, dict[str, Tensor]]:
-    """What the draft is, and its float32 weights (with `d2t`, `t2d`) under our names. Raises as `import_draft` does."""
+def read_foreign(source: Path, target: TargetInfo, *, draft_config: Path | None = None) -> ForeignDraft:
+    """Raises as `import_draft` does."""
     config = _read_config(draft_config or source / "config.json")
     engine = _engine_of(config)
     tensors = {name.replace("layers.0.", "midlayer.", 1): t for name, t in _read_tensors(source).items()}
@@ -71,7 +77,7 @@ def read_foreign(
     if spec.reduced_vocab:
         vocab = map_from_d2t(_needed(tensors, "d2t", source), spec.vocab_size)
         weights |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
-    return spec, weights
+    return ForeignDraft(engine, spec, weights)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ OnSample = Callable[[int, int], None]
 
 def export_specforge(data: Samples, out: Path, *, on_sample: OnSample) -> None:
     """`rows_{a}-{b}/data_{i}.ckpt`, torch files of four tensors, as SpecForge's prepare_hidden_states writes them."""
-    _check(data, out, "specforge")
+    _begin(data, out, "specforge")
 
     def write(i: int) -> None:
         low = i // FILES_PER_FOLDER * FILES_PER_FOLDER
@@ -68,7 +68,7 @@ def export_speculators(data: Samples, out: Path, *, norm_weight: Tensor, on_samp
     speculators applies the target's final norm itself. Ours are after it, so they are divided by its weight [W]: the
     norm of that is the same state again (its scale is lost in the norm anyway).
     """
-    _check(data, out, "speculators")
+    _begin(data, out, "speculators")
     layers = len(data.capture.layers)
     states, ids, masks = out / "hidden_states", [], []
     states.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def _save_rows(out: Path, ids: list[np.ndarray], masks: list[np.ndarray]) -> Non
     Dataset(table).with_format("torch").save_to_disk(str(out))
 
 
-def _check(data: Samples, out: Path, form: str) -> None:
+def _begin(data: Samples, out: Path, form: str) -> None:
     """Raises ConfigError; leaves in `out` what is written there, so that no other data is mixed in."""
     if data.capture.last != "hidden":
         raise ConfigError("the data has no last hidden state, which both projects need")

@@ -264,7 +264,7 @@ class Prefetcher:
         while (item := self._get()) is not None:
             if isinstance(item, Exception):
                 nothing = torch.zeros(self._collator.steps, dtype=torch.int64)
-                yield LoadedStep(Step((), Cursor(), Cursor(), 0), nothing), iter(())
+                yield LoadedStep(Step((), Cursor(), 0), nothing), iter(())
                 return
             assert isinstance(item, LoadedStep)
             yield item, self._batches(item)

@@ -200,6 +200,10 @@ class EpochPlan:
         """Epochs after the first two are taken to be as long as the second."""
         return self.batches_in(min(epoch, 1))
 
+    def _before(self, epoch: int) -> int:
+        """Micro-batches of all epochs before this one."""
+        return self._typical(0) + (epoch - 1) * self._typical(1) if epoch > 1 else epoch * self._typical(0)
+
     def steps_left(self, cursor: Cursor, epochs: int) -> int:
         """Optimizer steps from `cursor` to the end of the last epoch."""
         if cursor.epoch >= epochs:
@@ -210,8 +214,7 @@ class EpochPlan:
 
     def share(self, cursor: Cursor, epochs: int) -> float:
         """Share of the run's micro-batches before `cursor`, 0..1: whatever number of them a step takes or took."""
-        done = sum(self._typical(epoch) for epoch in range(min(cursor.epoch, epochs)))
-        total = done + sum(self._typical(epoch) for epoch in range(cursor.epoch, epochs))
+        done, total = self._before(min(cursor.epoch, epochs)), self._before(epochs)
         part = self._typical(cursor.epoch) * cursor.consumed / self.batches_in(cursor.epoch) if cursor.consumed else 0.0
         return (done + part) / total if total else 1.0
 
@@ -240,8 +243,7 @@ class EpochPlan:
                 taken = batches[start : start + self.config.batches_per_step]
                 end = start + len(taken)
                 after = Cursor(epoch, end) if end < len(batches) else Cursor(epoch + 1, 0)
-                before = Cursor(epoch, start)
-                yield Step(tuple(share(taken, rank=rank, world=world)), before, after, len(taken))
+                yield Step(tuple(share(taken, rank=rank, world=world)), after, len(taken))
                 start = end
 
 
@@ -253,10 +255,9 @@ def share(batches: Sequence[MicroBatch], *, rank: int, world: int) -> list[Micro
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rank's micro-batches of one optimizer step, and where the run stands before and after it."""
+    """One rank's micro-batches of one optimizer step, and where the run stands after it."""
 
     batches: tuple[MicroBatch | None, ...]
-    before: Cursor
     after: Cursor
     micro_batches: int
     """Of all ranks together; None in `batches` not counted."""

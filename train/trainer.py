@@ -271,7 +271,7 @@ class Trainer:
 
     def _middle(self, step: Step) -> float:
         epochs = self.config.optim.epochs
-        return (self.plan.share(step.before, epochs) + self.plan.share(step.after, epochs)) / 2
+        return (self.plan.share(self.state.cursor, epochs) + self.plan.share(step.after, epochs)) / 2
 
     def _skip(self, norm: float) -> None:
         """The norm is the same on every rank, so all of them skip together."""

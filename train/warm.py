@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from eagle3_data.errors import ConfigError, TrainingError
-from eagle3_data.train.checkpoint import checkpoints, find_draft, read_draft
+from eagle3_data.train.checkpoint import checkpoints, find_draft, load_draft, read_draft
 from eagle3_data.train.config import TrainConfig
 from eagle3_data.train.draft import Eagle3Draft
 from eagle3_data.train.foreign_drafts import is_draft, read_foreign
@@ -70,10 +70,7 @@ class Warm:
         if new_map and "lm_head.weight" in tensors:
             start = draft.lm_head.weight.detach()
             tensors["lm_head.weight"] = move_head(tensors["lm_head.weight"], tensors.get("d2t"), vocab, start)
-        wrong = [name for name, p in draft.named_parameters() if name not in tensors or tensors[name].shape != p.shape]
-        if wrong:
-            raise TrainingError(f"draft.init_from {self.source} does not fit: {wrong[0]}")
-        draft.load_state_dict({name: tensors[name] for name, _ in draft.named_parameters()}, strict=False)
+        load_draft(draft, tensors, self.source)
 
 
 def read_warm(config: TrainConfig, target: TargetInfo) -> Warm | None:
@@ -94,7 +91,7 @@ def read_warm(config: TrainConfig, target: TargetInfo) -> Warm | None:
             raise ConfigError(
                 f"draft.init_from: {path} is neither a run folder, a checkpoint nor an export of a draft"
             ) from None
-        spec, tensors = read_foreign(path, target)
-        return Warm(path, spec, tensors)
+        foreign = read_foreign(path, target)
+        return Warm(path, foreign.spec, foreign.tensors)
     saved = read_draft(path)
     return Warm(path, saved.spec, saved.tensors)

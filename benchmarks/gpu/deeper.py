@@ -24,10 +24,12 @@ SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 def deepen(model: Path, layers: int) -> Path:
     """A checkpoint beside `model` with `layers` layers, of which those after its own add nothing."""
     target = model.with_name(f"{model.name}-{layers}")
+    if target.exists():
+        return target
     config = json.loads((model / "config.json").read_text())
     own = int(config["num_hidden_layers"])
-    if target.exists() or layers <= own:
-        return target if target.exists() else model
+    if layers <= own:
+        return model
     hidden = target.with_name(f".{target.name}")
     shutil.copytree(model, hidden, ignore=shutil.ignore_patterns("*.safetensors*"))
     tensors = {name: t for path in model.glob("*.safetensors") for name, t in load_file(path).items()}

@@ -22,7 +22,7 @@ import xxhash
 from eagle3_data import durable
 from eagle3_data.builders.dumps import Dump, Request
 from eagle3_data.builders.foreign.source import Form, Source, Stamp, stamps_of
-from eagle3_data.builders.ledger import Failure, Ledger
+from eagle3_data.builders.ledger import Ledger
 from eagle3_data.builders.matching.token_count import NO_TOKEN
 from eagle3_data.builders.plan import Plan, PlannedShard, check_plan, written_bytes
 from eagle3_data.builders.resume import as_texts
@@ -36,6 +36,7 @@ from eagle3_data.builders.stored import make_folder
 from eagle3_data.capture import CaptureSpec
 from eagle3_data.card import write_card
 from eagle3_data.errors import BuildFailed, DumpMismatch, Eagle3Error, InputError, ManifestMismatch, NonFinite
+from eagle3_data.failures import Failure
 from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.protocol import DTYPE_BYTES, RequestId
 from eagle3_data.runlock import RunLock, work_folder

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_data.builders.ledger import Failure, Ledger
+from eagle3_data.builders.ledger import Ledger
 from eagle3_data.errors import LedgerError
-from eagle3_data.failures import parse_failures
+from eagle3_data.failures import Failure, parse_failures
 from eagle3_data.manifest import FAILURES
 from eagle3_data.verify import verify
 from tests.builders.conftest import Builds, write_samples

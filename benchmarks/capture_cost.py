@@ -2,7 +2,7 @@
 
     python -m benchmarks.capture_cost [--prompts 16] [--tokens 256] [--width 64] [--batches 200] [--out FILE]
 
-The plugin's copier and writers, without SGLang: batches of states in ordinary memory, dumps written into tmpfs and
+The copier and the process that writes, without SGLang: batches of states on a CPU, dumps written into tmpfs and
 removed. States are narrow, so that Python's part shows and not the memory's. Per prompt:
 
     asked    seconds of the calling thread from a batch to its copies being queued (on a GPU copies are only launched)
@@ -26,10 +26,10 @@ from types import SimpleNamespace
 import torch
 
 from eagle3_data.patches.sglang.copier import Copier
-from eagle3_data.patches.sglang.dumps import Dump, DumpForm
-from eagle3_data.patches.sglang.pool import WriterPool
-from eagle3_data.patches.sglang.rows import Segment
+from eagle3_data.patches.sglang.dumps import DumpForm
+from eagle3_data.patches.sglang.rows import Prompt, Segment
 from eagle3_data.patches.sglang.states import BatchStates
+from eagle3_data.patches.sglang.writers import Work, Writers
 from eagle3_data.protocol import SpoolConfig
 
 LAYERS, VOCAB = 3, 1000
@@ -45,8 +45,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace, spool: Path) -> None:
         self.options, self.spool = options, spool
         form = DumpForm(layers=(1, 2, 3), width=options.width, dtype="bfloat16", instance="0" * 16)
-        self.pool = WriterPool(spool, SpoolConfig(high_water_bytes=8 << 30), form)
         self.copier = Copier("cpu", 512 << 20)
+        self.writers = Writers(spool, SpoolConfig(high_water_bytes=8 << 30), form, self.copier.arena)
         rows = options.prompts * options.tokens
         aux = [torch.randn(rows, options.width).bfloat16() for _ in range(LAYERS)]
         last = torch.randn(rows, options.width).bfloat16()
@@ -56,13 +56,16 @@ class Bench:
     def ask(self, batch: int) -> float:
         """Queue a batch; seconds of this thread's time per prompt."""
         n, tokens = self.options.prompts, self.options.tokens
-        done = SimpleNamespace(finished=lambda: False)
-        dumps = [Dump(f"e3d-bench-{batch:06d}{i:06d}-0", self.ids, done) for i in range(n)]
-        segments = [Segment(dump, i * tokens, 0, tokens, i, True) for i, dump in enumerate(dumps)]
+        request = SimpleNamespace(finished=lambda: False)
+        prompts = [Prompt(f"e3d-bench-{batch:06d}{i:06d}-0", self.ids, request, tokens) for i in range(n)]
+        segments = [Segment(prompt, i * tokens, 0, tokens, i, True) for i, prompt in enumerate(prompts)]
+        work = Work()
         began = time.thread_time()
-        for segment, rows in zip(segments, self.copier.copy(self.states, segments), strict=True):
+        copied, done = self.copier.copy(self.states, segments)
+        for segment, rows in zip(segments, copied, strict=True):
             assert rows is not None
-            self.pool.add(segment.dump, 0, rows)
+            work.rows(segment.prompt, 0, rows)
+        self.writers.put(work, done)
         return (time.thread_time() - began) / n
 
     def compute(self) -> float:
@@ -73,11 +76,11 @@ class Bench:
         return time.perf_counter() - began
 
     def batch(self, number: int) -> tuple[float, float]:
-        written = self.pool.counters.written
+        written = self.writers.counters.written
         alone = self.compute()
         asked = self.ask(number)
         beside, loops = 0.0, 0
-        while self.pool.counters.written < written + self.options.prompts:
+        while self.writers.counters.written < written + self.options.prompts:
             beside += self.compute()
             loops += 1
         for path in self.spool.glob("e3d-*"):
@@ -99,7 +102,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="eagle3-bench-", dir=options.memory) as spool:
         bench = Bench(options, Path(spool))
         pairs = [bench.batch(number) for number in range(options.batches)][options.batches // 10 :]
-        bench.pool.close()
+        bench.writers.close()
     cost = Cost(*(1e6 * statistics.median(values) for values in zip(*pairs, strict=True)))
     print(f"asked {cost.asked_us:.0f} us a prompt, another thread slowed by {cost.slowed_us:.0f} us a prompt")
     if options.out is not None:

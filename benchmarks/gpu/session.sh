@@ -5,7 +5,7 @@
 # Starts what needs no weights at once and waits for the model's parts, which later calls of setup.sh may bring.
 # Started with setsid it outlives the call. RESULTS/NAME.log tells how each is doing, RESULTS/over.log which have ended,
 # RESULTS/over that all have. OVERHEAD: other arguments for overhead.py. STUDY: arguments for end_to_end, rival, encodings.
-# ENCODINGS: what end_to_end builds. On one GPU what needs two is left out, and trainings whose acceptance alone counts run
+# ENCODINGS: what end_to_end builds. ANSWERS: how many questions it has answered. On one GPU what needs two is left out, and trainings whose acceptance alone counts run
 # side by side: read no rates there. QUIET=1: so on two GPUs as well, since servers that are timed feel what else the cores do.
 cd "$(dirname "$0")/../.." || exit 1
 . benchmarks/gpu/setup.sh "$1"
@@ -27,7 +27,7 @@ measure() { # GPUS NAME[:PART] [argument ...]: results in NAME.PART.json
 
 study() { measure "$1" "$2" --work "$work" --prompts "$prompts" $STUDY "${@:3}"; }
 
-end_to_end() { study "$1" end_to_end --encodings "${ENCODINGS:-bf16,fp8,topk64}" "${@:2}"; }
+end_to_end() { study "$1" end_to_end --encodings "${ENCODINGS:-bf16,fp8,topk64}" ${ANSWERS:+--answers "$ANSWERS"} "${@:2}"; }
 
 ended() { until [ -e "$work/end_to_end.$1.done" ]; do sleep 1; done; }
 

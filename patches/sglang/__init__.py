@@ -6,8 +6,10 @@ arguments are parsed. Nothing happens unless `EAGLE3_DATA_SPOOL` names the spool
     hooks       which SGLang functions are hooked           states      where the batch's states are (native, by hooks)
     facts       what a loaded scheduler says of itself      layers      aux layers set, read back, or refused
     refusals    configurations that would spoil data        rows        which rows of a batch belong to which prompt
-    copier      device -> host, never blocking              dumps       one dump file, written in row order
-    pool        threads that write dumps                    capture     one scheduler's capture, all of it together
+    copier      device -> host, never blocking              arena       host memory that two processes see
+    capture     one scheduler's capture, all of it together writers     the scheduler's side of the process that writes
+    messages    what the two tell each other                writing     that process
+    pool        its threads                                 dumps       one dump file, written in row order
     info        what clients can ask                        routes      dumps over HTTP, for clients without the spool
 """
 

@@ -1,9 +1,17 @@
-"""Host memory for copies from the device: one piece, pinned once at the start, handed out in blocks."""
+"""Host memory for copies from the device: one piece, pinned once at the start, handed out in blocks.
+
+It has no name and no place in a file system (/dev/shm is small in containers); the process that writes dumps sees it
+through its file descriptor.
+"""
 
 from __future__ import annotations
 
 import bisect
+import itertools
+import mmap
+import os
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -19,7 +27,21 @@ class Arena:
     """Host memory of a fixed size, handed out in blocks, first fit. Thread-safe; no call waits for a copy."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self.memory = torch.empty(nbytes // ALIGN * ALIGN, dtype=torch.uint8, pin_memory=pinned)
+        """Raises RuntimeError when so much cannot be taken, or pinned."""
+        nbytes = nbytes // ALIGN * ALIGN
+        try:
+            self.file = os.memfd_create("eagle3-arena", os.MFD_CLOEXEC)
+            os.ftruncate(self.file, nbytes)
+            populate = mmap.MAP_POPULATE if pinned else 0  # a page is pinned where it is
+            self.memory = torch.frombuffer(
+                mmap.mmap(self.file, nbytes, flags=mmap.MAP_SHARED | populate), dtype=torch.uint8
+            )
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"no shared memory: {error}") from error
+        weakref.finalize(self, os.close, self.file)
+        if pinned:
+            _pin(self.memory)
+            weakref.finalize(self, _unpin, self.memory.data_ptr()).atexit = False  # the device may be gone by then
         self._free: list[Block] = [(0, len(self.memory))]
         """Gaps, ascending, never touching each other."""
         self._limbo: list[tuple[Block, Any]] = []
@@ -68,24 +90,42 @@ class Arena:
         self._free.insert(i, (start, end))
 
 
+_numbers = itertools.count()
+
+
 class SharedBlock:
     """A block of the arena that the prompts of one batch share; the last one to let go gives it back. Thread-safe."""
 
     def __init__(self, arena: Arena, block: Block, holders: int, event: Any) -> None:
+        self.number = next(_numbers)
         self._arena, self._block, self._event = arena, block, event
         self._holders, self._lock = holders, threading.Lock()
 
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def let_go(self) -> None:
+    def let_go(self) -> bool:
+        """One holder less; True from the last one."""
         with self._lock:
             self._holders -= 1
             last = self._holders == 0
         if last:
             self._arena.give_back(self._block, self._event)
+        return last
+
+    def drop(self) -> None:
+        """Nobody holds it any more."""
+        self._arena.give_back(self._block, self._event)
 
 
 def aligned(nbytes: int) -> int:
     return nbytes + -nbytes % ALIGN
+
+
+def _pin(memory: torch.Tensor) -> None:
+    runtime: Any = torch.cuda.cudart()
+    code = runtime.cudaHostRegister(memory.data_ptr(), len(memory), 0)
+    if int(code) != 0:
+        raise RuntimeError(runtime.cudaGetErrorString(code))
+
+
+def _unpin(address: int) -> None:
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(address)

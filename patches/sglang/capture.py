@@ -15,10 +15,10 @@ from eagle3_data.patches.sglang.copier import Copier
 from eagle3_data.patches.sglang.dumps import DumpForm
 from eagle3_data.patches.sglang.facts import SchedulerFacts
 from eagle3_data.patches.sglang.layers import read_layers
-from eagle3_data.patches.sglang.pool import WriterPool
 from eagle3_data.patches.sglang.refusals import Refused
 from eagle3_data.patches.sglang.rows import Prompts, Segment
 from eagle3_data.patches.sglang.states import BatchStates, CapturePath
+from eagle3_data.patches.sglang.writers import Work, Writers
 from eagle3_data.protocol import SpoolConfig, instance_marker
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Capture:
     """Attention-TP rank 0: the other ranks hold the same states and leave them alone."""
     prompts: Prompts
     copier: Copier | None
-    pool: WriterPool | None
+    writers: Writers | None
 
     @classmethod
     def start(cls, scheduler: Any, path: CapturePath, spool: Path, config: SpoolConfig, wanted: list[int]) -> Capture:
@@ -58,50 +58,54 @@ class Capture:
             raise Refused(
                 [f'{config.pinned_bytes:,} bytes could not be pinned ({error}); lower "pinned_bytes" in eagle3.json']
             ) from error
-        pool = WriterPool(spool, config, form) if writes else None
-        if writes:
+        writers = None
+        if copier is not None:
+            try:
+                writers = Writers(spool, config, form, copier.arena)
+            except OSError as error:
+                raise Refused([f"the process that writes dumps could not be started: {error}"]) from error
             instance_marker(spool, form.instance).touch()
         logger.info("eagle3-data: capturing outputs of layers %s to %s (%s)", list(layers), spool, path.name)
-        return cls(facts, path, spool, config, form, writes, Prompts(), copier, pool)
+        return cls(facts, path, spool, config, form, writes, Prompts(), copier, writers)
 
     def on_batch(self, scheduler: Any, batch: Any, result: Any) -> None:
         """Start copies of our rows of a batch that has just been launched. Never blocks, never raises into SGLang."""
-        if self.copier is None or self.pool is None or not batch.forward_mode.is_extend():
+        if self.copier is None or self.writers is None or not batch.forward_mode.is_extend():
             return
         try:
             claims = self.prompts.claim(batch)
-            for dump in claims.abandoned:
-                self.pool.abandon(dump)
+            work, done = Work(), None
+            for prompt in claims.abandoned:
+                work.abandon(prompt)
             for failure in claims.failures:
-                self.pool.fail(failure.dump, failure.reason, failure.detail)
+                work.fail(failure.prompt, failure.reason, failure.detail)
             if claims.segments:
-                self._copy(scheduler, batch, result, claims.segments, self.copier, self.pool)
+                done = self._copy(scheduler, batch, result, claims.segments, self.copier, work)
+            if work.changes:
+                self.writers.put(work, done)
         except Exception:  # whatever it is, SGLang's scheduler must not end of it
             logger.exception("eagle3-data: a batch could not be captured")
 
     def _copy(
-        self,
-        scheduler: Any,
-        batch: Any,
-        result: Any,
-        segments: Sequence[Segment],
-        copier: Copier,
-        pool: WriterPool,
-    ) -> None:
+        self, scheduler: Any, batch: Any, result: Any, segments: Sequence[Segment], copier: Copier, work: Work
+    ) -> Any:
+        """What tells that the copies are done; see `Copier.copy`. A batch that cannot be copied fails its prompts."""
         try:
             states = self._states(result, sum(batch.extend_lens), len(batch.reqs))
-            copied = copier.copy(states, segments, _stream(scheduler, self.facts.device))
+            copied, done = copier.copy(states, segments, _stream(scheduler, self.facts.device))
         except Exception as error:
+            logger.exception("eagle3-data: a batch could not be captured")
             for segment in segments:
-                pool.fail(segment.dump, "internal", f"{type(error).__name__}: {error}")
-            raise
+                work.fail(segment.prompt, "internal", f"{type(error).__name__}: {error}")
+            return None
         for segment, rows in zip(segments, copied, strict=True):
             if rows is None:
                 free = copier.arena.free_bytes()
                 detail = f"{segment.rows} rows found no room in {self.config.pinned_bytes:,} bytes ({free:,} free)"
-                pool.fail(segment.dump, "pinned_full", detail)
+                work.fail(segment.prompt, "pinned_full", detail)
             else:
-                pool.add(segment.dump, segment.start, rows)
+                work.rows(segment.prompt, segment.start, rows)
+        return done
 
     def _states(self, result: Any, rows: int, requests: int) -> BatchStates:
         """The batch's states, checked against the form that every dump of this server promises."""

@@ -12,7 +12,6 @@ N rows of the batch, n rows of one prompt, L aux layers, W width, R requests, V 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,34 +20,18 @@ import torch
 from torch import Tensor
 
 from eagle3_data.patches.sglang.arena import ALIGN, Arena, Block, SharedBlock, aligned
+from eagle3_data.patches.sglang.messages import Span, Spans
 from eagle3_data.patches.sglang.rows import Segment
 from eagle3_data.patches.sglang.states import BatchStates
 
 
+@dataclass(frozen=True, slots=True)
 class CopiedRows:
-    """Rows of one prompt in the arena; see `dumps.HostRows`. Bytes alone: writers hold Python's lock no longer."""
+    """Where rows of one prompt lie in the arena, once the batch's copies are done; see `dumps.HostRows`."""
 
-    def __init__(
-        self, block: SharedBlock, aux: memoryview, last: memoryview, finite: memoryview, token: memoryview
-    ) -> None:
-        self._block, self._held = block, True
-        self.aux, self.last = aux, last
-        self._finite, self._token = finite, token
-
-    def wait(self) -> None:
-        self._block.wait()
-
-    def finite(self) -> bool:
-        return 0 not in bytes(self._finite)
-
-    def next_token(self) -> int:
-        return int.from_bytes(self._token, sys.byteorder, signed=True)
-
-    def release(self) -> None:
-        if self._held:
-            self._held = False
-            self.aux = self.last = self._finite = self._token = memoryview(b"")
-            self._block.let_go()
+    block: SharedBlock
+    """To be let go of once."""
+    spans: Spans
 
 
 SHARED_PARTS = 16
@@ -112,28 +95,32 @@ class Copier:
     def __init__(self, device: str, nbytes: int) -> None:
         """`nbytes` of host memory are taken now. Raises RuntimeError when so much cannot be pinned."""
         self._module = None if device == "cpu" else torch.get_device_module(device)
-        self.arena = Arena(nbytes, pinned=self._module is not None)
+        self.arena = Arena(nbytes, pinned=device.startswith("cuda"))
         self._stream: Any = self._module.Stream() if self._module is not None else None
 
-    def copy(self, states: BatchStates, segments: Sequence[Segment], producer: Any = None) -> list[CopiedRows | None]:
-        """Start the copies of one batch; None for a segment that found no host memory.
+    def copy(
+        self, states: BatchStates, segments: Sequence[Segment], producer: Any = None
+    ) -> tuple[list[CopiedRows | None], Any]:
+        """Start the copies of one batch: (rows of each segment, or None when it found no host memory; an event).
 
-        `producer` is the stream on which the batch ran and the next one will run (None on a CPU).
+        The rows may be read after `synchronize` of the event; None: now. `producer` is the stream on which the batch
+        ran and the next one will run (None on a CPU).
         """
         row = (_width(states.aux) + states.last.shape[-1]) * states.last.element_size()
         runs = [run for adjacent in _adjacent(segments) for run in self._place(adjacent, row)]
         blocks = [run.block for run in runs if run.block is not None]
         if not blocks:
-            return [None] * len(segments)
+            return [None] * len(segments), None
         done = None
         if self._module is not None:
-            done = self._module.Event(blocking=True)  # a waiting writer sleeps, never spins
+            done = self._module.Event(blocking=True)  # who waits for it sleeps, never spins
         try:
-            return self._copy(states, segments[-1].offset + segments[-1].rows, runs, producer, done)
+            copied = self._copy(states, segments[-1].offset + segments[-1].rows, runs, producer, done)
         except BaseException:  # the device may be out of memory for the staged rows
             for block in blocks:
                 self.arena.give_back(block, done)
             raise
+        return copied, done
 
     def _place(self, segments: Sequence[Segment], row: int) -> list[Run]:
         """One block for many, since every copy costs the scheduler thread time; halves where there is none so large.
@@ -175,23 +162,16 @@ class Copier:
             if run.block is None:
                 copied += [None] * len(run.segments)
                 continue
-            sources = staged.of_run(run)
-            parts = self._carve(run.block, sources)
-            for target, source in zip(parts, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+            at, parts = run.block[0], []
+            for source in staged.of_run(run):
+                self.arena.memory[at : at + source.nbytes].view(source.dtype).view(source.shape).copy_(
+                    source, non_blocking=True
+                )
+                parts.append((at, source.nbytes // len(source)))
+                at += aligned(source.nbytes)
             shared = SharedBlock(self.arena, run.block, len(run.segments), event)
-            views = [(_bytes(part), part.nbytes // len(part)) for part in parts]
-            copied += [CopiedRows(shared, *_cut(views, run.segments[0], segment)) for segment in run.segments]
+            copied += [CopiedRows(shared, _spans(parts, run.segments[0], segment)) for segment in run.segments]
         return copied
-
-    def _carve(self, block: Block, like: Sequence[Tensor]) -> list[Tensor]:
-        """Host tensors in `block` with the shapes and dtypes of `like`."""
-        at, parts = block[0], []
-        for tensor in like:
-            nbytes = tensor.numel() * tensor.element_size()
-            parts.append(self.arena.memory[at : at + nbytes].view(tensor.dtype).view(tensor.shape))
-            at += aligned(nbytes)
-        return parts
 
 
 def _adjacent(segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -205,23 +185,27 @@ def _adjacent(segments: Sequence[Segment]) -> list[list[Segment]]:
     return groups
 
 
-def _cut(views: Sequence[tuple[memoryview, int]], head: Segment, segment: Segment) -> list[memoryview]:
-    """The bytes of one segment in each host tensor of the run that begins with `head`, given with their bytes a row."""
-    spans = [(segment.offset - head.offset, segment.rows)] * 3 + [(segment.index - head.index, 1)]
-    return [
-        view[start * each : (start + count) * each] for (view, each), (start, count) in zip(views, spans, strict=True)
-    ]
+def _spans(parts: Sequence[tuple[int, int]], head: Segment, segment: Segment) -> Spans:
+    """Of one segment, in each part (place in the arena, bytes a row) of the run that begins with `head`."""
+
+    def span(part: tuple[int, int], first: int, count: int) -> Span:
+        at, each = part
+        return at + first * each, at + (first + count) * each
+
+    aux, last, finite, tokens = parts
+    first, count = segment.offset - head.offset, segment.rows
+    return Spans(
+        span(aux, first, count),
+        span(last, first, count),
+        span(finite, first, count),
+        span(tokens, segment.index - head.index, 1),
+    )
 
 
 def finite_rows(x: Tensor) -> Tensor:
     """bool [N]: no NaN or Inf in the row. x is [N, C]; one reduction without a temporary of x's size."""
     # The largest magnitude of a row; NaN and Inf survive, and float32 holds every bfloat16 and float16.
     return torch.isfinite(torch.linalg.vector_norm(x, ord=float("inf"), dim=-1, dtype=torch.float32))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
 
 
 def _tensors(aux: Tensor | list[Tensor]) -> list[Tensor]:

@@ -1,8 +1,7 @@
 """One dump file: written under a hidden name, rows in order, renamed when every row is there.
 
 T tokens, L aux layers, W width. Rows are `pwrite`n at their place, so chunks need no concatenation, and never through a
-memory map: on a full tmpfs that is a bus error in SGLang's scheduler. Each system call gives Python's lock away and
-takes it again, which the scheduler beside feels: a prompt in one piece is one write.
+memory map: on a full tmpfs that is a bus error. A prompt in one piece is one write.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import xxhash
 
@@ -45,14 +44,11 @@ class HostRows(Protocol):
     last: memoryview
     """bytes of [rows, W]"""
 
-    def wait(self) -> None:
-        """Until the copy from the device is done; the two buffers may be read only then."""
-
     def finite(self) -> bool:
-        """No NaN or Inf in these rows. After `wait`."""
+        """No NaN or Inf in these rows."""
 
     def next_token(self) -> int:
-        """Top-1 token after the last of these rows. After `wait`."""
+        """Top-1 token after the last of these rows."""
 
     def release(self) -> None:
         """Give the host memory back. Safe to call twice."""
@@ -133,20 +129,16 @@ def _longest_header(form: DumpForm, rid_length: int) -> int:
 
 
 class Dump:
-    """One prompt on its way into the spool: what the scheduler has seen of it, and what the writers have to do."""
+    """One prompt on its way into the spool. Belongs to the writer pool, under its lock."""
 
-    def __init__(self, rid: str, ids: array[int], request: Any) -> None:
-        self.rid, self.ids, self.request = rid, ids, request
-        self.seen = 0
-        """Rows claimed. Scheduler thread only."""
+    def __init__(self, rid: str, ids: array[int], number: int = 0) -> None:
+        self.rid, self.ids, self.number = rid, ids, number
         self.abandoned = False
-        """The same request started again: no record, no file. Set by the scheduler thread, never cleared."""
-        # The rest belongs to the writer pool, under its lock.
+        """The same request started again: no record, no file. Never cleared."""
         self.failed: DumpError | None = None
         self.pending: deque[tuple[int, HostRows]] = deque()
         self.queued = False
         self.settled = False
-        self.touched = 0.0
         self.held_bytes = 0
         self.file: DumpFile | None = None
 
@@ -183,7 +175,7 @@ class DumpFile:
         if start != self.written:
             raise AssertionError(f"{self._rid}: rows from {start} after {self.written}")
         self._see(rows)
-        if self.written == len(self._ids) and start == 0:  # the whole prompt: one call, one turn with Python's lock
+        if self.written == len(self._ids) and start == 0:  # the whole prompt: one call
             pieces = [memoryview(self._header(rows.next_token())), rows.aux, rows.last, self._id_bytes()]
             _pwrite(self._file, pieces, 0)
             self._close()

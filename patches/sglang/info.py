@@ -6,15 +6,15 @@ import contextlib
 from importlib.metadata import PackageNotFoundError, version
 
 from eagle3_data.patches.sglang.capture import Capture
-from eagle3_data.patches.sglang.pool import Counters
 from eagle3_data.patches.sglang.refusals import free_bytes
+from eagle3_data.patches.sglang.writers import Counters
 from eagle3_data.protocol import LAYER_CONVENTION, PROTOCOL_VERSION, CaptureInfo
 
 
 def capture_info(capture: Capture) -> CaptureInfo:
     """The truth as of now; a value that cannot be had (a spool that has gone) is -1."""
     facts, form = capture.facts, capture.form
-    counters = capture.pool.counters if capture.pool is not None else Counters()
+    counters = capture.writers.counters if capture.writers is not None else Counters()
     free = -1
     with contextlib.suppress(OSError):
         free = free_bytes(capture.spool)

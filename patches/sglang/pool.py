@@ -1,4 +1,4 @@
-"""Threads that write dumps. The scheduler thread only appends to a queue here; it never waits for a disk.
+"""Threads that write dumps, in the process that has no other work (see `writing`).
 
 One dump is worked on by one thread at a time, so its rows are written, and summed, in order. Above the high-water mark
 no new file is begun; files already begun go on, since the client frees space only by taking whole dumps.
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from eagle3_data.patches.sglang.dumps import Dump, DumpFile, DumpForm, HostRows, write_error
@@ -23,28 +23,21 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.05
 """How long a look at the spool's size is believed; also how often waiting writers look again."""
 SWEEP_S = 5.0
-"""How often prompts that will never be complete are looked for."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """What became of our prompts since the server started."""
-
-    written: int = 0
-    failed: int = 0
-    backlog_bytes: int = 0
-    """States captured and not yet in the spool under their final name."""
+"""How often files that nobody writes or takes any more are looked for."""
 
 
 class WriterPool:
     """Writes dumps of one scheduler into one spool. Thread-safe.
 
-    `_changed` guards everything but the files, and is never held during I/O: the scheduler thread takes it too.
+    `_changed` guards everything but the files, and is never held during I/O.
     """
 
-    def __init__(self, spool: Path, config: SpoolConfig, form: DumpForm) -> None:
-        self._spool, self._config, self._form = spool, config, form
-        self.counters = Counters()
+    def __init__(
+        self, spool: Path, config: SpoolConfig, form: DumpForm, on_settled: Callable[[Dump], None] = lambda _dump: None
+    ) -> None:
+        """`on_settled` is called, by any thread, when a dump is written, failed or dropped."""
+        self._spool, self._config, self._form, self._on_settled = spool, config, form, on_settled
+        self.written = self.failed = 0
         self._changed = threading.Condition()
         self._begun: deque[Dump] = deque()
         """Dumps with work and a file, or with a file to remove: these never wait for room."""
@@ -60,16 +53,14 @@ class WriterPool:
         for thread in self._threads:
             thread.start()
 
-    # ------------------------------------------------------------- scheduler thread
+    # ------------------------------------------------------------- whoever has work
 
     def add(self, dump: Dump, start: int, rows: HostRows) -> None:
         """Queue rows of a prompt. They are given back at once if it has failed or was abandoned meanwhile."""
         with self._changed:
             over = self._over(dump)
             if not over:
-                nbytes = len(rows.aux) + len(rows.last)
-                dump.held_bytes += nbytes
-                self.counters.backlog_bytes += nbytes
+                dump.held_bytes += len(rows.aux) + len(rows.last)
                 dump.pending.append((start, rows))
                 self._enqueue(dump)
         if over:
@@ -107,7 +98,6 @@ class WriterPool:
             self._enqueue(dump)
 
     def _enqueue(self, dump: Dump) -> None:
-        dump.touched = time.monotonic()
         self._live[id(dump)] = dump
         waits_for_room = dump.file is None and not self._over(dump)
         if not dump.queued:
@@ -119,7 +109,6 @@ class WriterPool:
         self._changed.notify()
 
     def _forget(self, dump: Dump) -> None:
-        self.counters.backlog_bytes -= dump.held_bytes
         dump.held_bytes = 0
         self._live.pop(id(dump), None)
 
@@ -166,17 +155,7 @@ class WriterPool:
         now = time.monotonic()
         if now - self._swept > SWEEP_S:
             self._swept = now
-            self._sweep(now)
             remove_stale(self._spool, self._config.temp_age_s, self._config.dump_age_s)
-
-    def _sweep(self, now: float) -> None:
-        """Prompts that were aborted between two chunks, or whose rest never came."""
-        with self._changed:
-            for dump in list(self._live.values()):
-                if dump.queued or dump.pending:
-                    continue
-                if dump.request.finished() or now - dump.touched > self._config.temp_age_s:
-                    self._fail(dump, "aborted", f"the request ended after {dump.seen} of {dump.tokens} rows")
 
     def _advance(self, dump: Dump) -> None:
         """Write what is pending of one dump. Raises OSError."""
@@ -191,7 +170,6 @@ class WriterPool:
                 self._drop(dump)
                 return
             try:
-                rows.wait()
                 self._write(dump, start, rows)
             finally:
                 rows.release()
@@ -212,11 +190,12 @@ class WriterPool:
             dump.settled = False
             raise
         with self._changed:
-            self.counters.written += 1
+            self.written += 1
             self._spool_bytes += dump.held_bytes
             self._forget(dump)
         with contextlib.suppress(OSError):  # an earlier try of the same request may have left one
             os.unlink(f"{self._spool}/{dump.rid}{ERROR_SUFFIX}")
+        self._on_settled(dump)
 
     def _give_up(self, dump: Dump, reason: str, detail: str) -> None:
         with self._changed:
@@ -233,13 +212,14 @@ class WriterPool:
             dump.pending.clear()
             self._forget(dump)
             error = None if dump.abandoned else dump.failed
-            self.counters.failed += error is not None
+            self.failed += error is not None
         for rows in held:
             rows.release()
         if dump.file is not None:
             dump.file.discard()
         if error is not None and not write_error(self._spool, error):
             logger.error("eagle3-data: no error record for %s (%s): the spool takes none", dump.rid, error.detail)
+        self._on_settled(dump)
 
 
 def finished_bytes(spool: Path) -> int:

@@ -6,23 +6,46 @@ are read as they are when `run_batch` returns: overlap scheduling changes them b
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eagle3_data.patches.sglang.dumps import Dump
 from eagle3_data.protocol import RequestId
 
 CAPTURED = "eagle3_captured"
 """Attribute on an SGLang request whose prompt is complete: retracted and prefilled again, it needs no second dump."""
 
 
+_numbers = itertools.count()
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """One request of ours, once: prefilled again from its beginning it is another one."""
+
+    rid: str
+    ids: array[int]
+    request: Any
+    """SGLang's."""
+    seen: int = 0
+    """Rows claimed."""
+    over: bool = False
+    """Failed, abandoned or written: rows that still come are of no use. Never cleared."""
+    number: int = field(default_factory=_numbers.__next__)
+    """What it is called between the scheduler and the process that writes."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """`rows` rows of one prompt in one batch."""
 
-    dump: Dump
+    prompt: Prompt
     offset: int
     """First row in the batch."""
     start: int
@@ -38,7 +61,7 @@ class Segment:
 class Failure:
     """A prompt whose rows cannot become a dump any more."""
 
-    dump: Dump
+    prompt: Prompt
     reason: str
     detail: str
 
@@ -49,7 +72,7 @@ class Claims:
 
     segments: list[Segment] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    abandoned: list[Dump] = field(default_factory=list)
+    abandoned: list[Prompt] = field(default_factory=list)
     """Prompts that start again in this batch: what was captured of them before is void."""
 
 
@@ -57,14 +80,14 @@ class Prompts:
     """The prompts of which rows are still to come. Used by the scheduler thread alone."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Dump] = {}
+        self._open: dict[str, Prompt] = {}
 
     def claim(self, batch: Any) -> Claims:
         """Our rows of a prefill batch, and the prompts that this batch shows to be lost.
 
         Rows are counted over all requests, ours or not; padding after the last request is never looked at.
         """
-        self._open = {rid: dump for rid, dump in self._open.items() if not dump.request.finished()}
+        self._open = {rid: prompt for rid, prompt in self._open.items() if not prompt.request.finished()}
         claims = Claims()
         offset = 0
         for index, (request, prefix, extend) in enumerate(
@@ -76,36 +99,36 @@ class Prompts:
         return claims
 
     def _claim(self, claims: Claims, request: Any, prefix: int, extend: int, offset: int, index: int) -> None:
-        dump = self._open.get(request.rid)
+        prompt = self._open.get(request.rid)
         if _aborted(request):
             # SGLang replaces a rejected prompt by one token and still runs it.
-            if dump is not None:
-                del self._open[dump.rid]
-                claims.failures.append(Failure(dump, "aborted", "the request was aborted"))
+            if prompt is not None:
+                del self._open[prompt.rid]
+                claims.failures.append(Failure(prompt, "aborted", "the request was aborted"))
             return
         tokens = len(request.origin_input_ids)
         rows = min(extend, tokens - prefix)
         if rows <= 0 or getattr(request, CAPTURED, False):  # tokens it generated itself, or a retracted request again
             return
-        if dump is None or prefix == 0:
-            if dump is not None:  # it starts again after a retraction: never mix its rows with the earlier ones
-                claims.abandoned.append(dump)
-            dump = self._open[request.rid] = Dump(request.rid, _ids(request.origin_input_ids), request)
+        if prompt is None or prefix == 0:
+            if prompt is not None:  # it starts again after a retraction: never mix its rows with the earlier ones
+                claims.abandoned.append(prompt)
+            prompt = self._open[request.rid] = Prompt(request.rid, _ids(request.origin_input_ids), request)
         final = prefix + rows == tokens
         if final:
-            del self._open[dump.rid]
-        if dump.failed is not None:
+            del self._open[prompt.rid]
+        if prompt.over:
             return
-        if dump.seen != prefix:
-            detail = f"rows from {prefix} came when {dump.seen} of {tokens} were there"
-            if dump.seen < prefix:
+        if prompt.seen != prefix:
+            detail = f"rows from {prefix} came when {prompt.seen} of {tokens} were there"
+            if prompt.seen < prefix:
                 detail += "; is a prefix cache on?"
-            claims.failures.append(Failure(dump, "rows", detail))
+            claims.failures.append(Failure(prompt, "rows", detail))
             return
-        dump.seen += rows
+        prompt.seen += rows
         if final:
             setattr(request, CAPTURED, True)
-        claims.segments.append(Segment(dump, offset, prefix, rows, index, final))
+        claims.segments.append(Segment(prompt, offset, prefix, rows, index, final))
 
 
 def _ids(input_ids: Sequence[int]) -> array[int]:

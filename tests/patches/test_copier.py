@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from array import array
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -14,15 +13,10 @@ from hypothesis import strategies as st
 
 from eagle3_data.patches.sglang.arena import ALIGN, Arena, Block
 from eagle3_data.patches.sglang.copier import SHARED_PARTS, Copier, Staged, finite_rows
-from eagle3_data.patches.sglang.dumps import Dump
-from eagle3_data.patches.sglang.rows import Segment
 from eagle3_data.patches.sglang.states import BatchStates
+from tests.patches.views import copy, segment
 
 WIDTH, LAYERS, VOCAB = 8, 3, 32
-
-
-def segment(name: str, offset: int, rows: int, index: int) -> Segment:
-    return Segment(Dump(f"e3d-r-{name}-0", array("i", range(rows)), SimpleNamespace()), offset, 0, rows, index, True)
 
 
 def states(rows: int, requests: int, dtype: torch.dtype = torch.bfloat16, *, listed: bool = False) -> BatchStates:
@@ -41,10 +35,9 @@ def test_each_prompt_gets_its_own_rows(dtype: torch.dtype, listed: bool) -> None
     batch = states(12, 3, dtype, listed=listed)  # 12 rows, the last two are padding
     packed = batch.aux if isinstance(batch.aux, torch.Tensor) else torch.cat(batch.aux, -1)
     segments = [segment("a", 0, 4, 0), segment("b", 7, 3, 2)]
-    copied = Copier("cpu", 1 << 20).copy(batch, segments)
+    copied = copy(Copier("cpu", 1 << 20), batch, segments)
     for rows, mine in zip(copied, segments, strict=True):
         assert rows is not None
-        rows.wait()
         span = slice(mine.offset, mine.offset + mine.rows)
         assert bytes(rows.aux) == packed[span].contiguous().view(torch.uint8).numpy().tobytes()
         assert bytes(rows.last) == batch.last[span].contiguous().view(torch.uint8).numpy().tobytes()
@@ -56,7 +49,7 @@ def test_each_prompt_gets_its_own_rows(dtype: torch.dtype, listed: bool) -> None
 def test_copies_do_not_follow_the_batch() -> None:
     """SGLang may write to the batch's memory as soon as the next forward runs."""
     batch = states(4, 1)
-    (rows,) = Copier("cpu", 1 << 20).copy(batch, [segment("a", 0, 4, 0)])
+    (rows,) = copy(Copier("cpu", 1 << 20), batch, [segment("a", 0, 4, 0)])
     assert rows is not None
     before = bytes(rows.last)
     batch.last.zero_()
@@ -70,7 +63,7 @@ def test_a_bad_value_is_flagged_for_its_own_prompt_alone(bad: float, where: str)
     tensor = batch.last if where == "last" else batch.aux
     assert isinstance(tensor, torch.Tensor)
     tensor[4, 5] = bad
-    copied = Copier("cpu", 1 << 20).copy(batch, [segment(n, 3 * i, 3, i) for i, n in enumerate("abc")])
+    copied = copy(Copier("cpu", 1 << 20), batch, [segment(n, 3 * i, 3, i) for i, n in enumerate("abc")])
     assert [rows is not None and rows.finite() for rows in copied] == [True, False, True]
 
 
@@ -82,18 +75,18 @@ def test_largest_values_are_finite() -> None:
 def test_a_prompt_without_host_memory_fails_alone_and_memory_comes_back() -> None:
     copier = Copier("cpu", 8 * ALIGN)
     batch = states(90, 2)
-    first, second = copier.copy(batch, [segment("a", 0, 10, 0), segment("b", 10, 80, 1)])
+    first, second = copy(copier, batch, [segment("a", 0, 10, 0), segment("b", 10, 80, 1)])
     assert first is not None
     assert second is None
     first.release()
     first.release()  # harmless
     assert copier.arena.free_bytes() == 8 * ALIGN
-    assert copier.copy(batch, [segment("c", 0, 10, 0)])[0] is not None
+    assert copy(copier, batch, [segment("c", 0, 10, 0)])[0] is not None
 
 
 def test_prompts_of_a_batch_share_memory_until_the_last_lets_go() -> None:
     copier = Copier("cpu", 1 << 20)
-    copied = copier.copy(states(30, 3), [segment(n, 10 * i, 10, i) for i, n in enumerate("abc")])
+    copied = copy(copier, states(30, 3), [segment(n, 10 * i, 10, i) for i, n in enumerate("abc")])
     free = copier.arena.free_bytes()
     for rows in copied[:2]:
         assert rows is not None
@@ -107,7 +100,7 @@ def test_prompts_of_a_batch_share_memory_until_the_last_lets_go() -> None:
 
 def test_a_prompt_that_waits_keeps_no_large_part_of_the_memory_from_others() -> None:
     copier = Copier("cpu", 1 << 20)
-    copied = copier.copy(states(64 * 64, 64), [segment(str(i), 64 * i, 64, i) for i in range(64)])
+    copied = copy(copier, states(64 * 64, 64), [segment(str(i), 64 * i, 64, i) for i in range(64)])
     whole = (1 << 20) - copier.arena.free_bytes()
     assert whole > (1 << 20) // 4
     for rows in copied[1:]:
@@ -119,14 +112,14 @@ def test_a_prompt_that_waits_keeps_no_large_part_of_the_memory_from_others() -> 
 def test_copies_are_made_per_batch_and_not_per_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each costs the scheduler thread time: 32 prompts of 256 tokens are one batch."""
     made: list[int] = []
-    copy = torch.Tensor.copy_
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *a, **k: (made.append(len(self)), copy(self, *a, **k))[1])
+    real = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *a, **k: (made.append(len(self)), real(self, *a, **k))[1])
     copier = Copier("cpu", 1 << 20)
-    assert None not in copier.copy(states(320, 32), [segment(str(i), 10 * i, 10, i) for i in range(32)])
+    assert None not in copy(copier, states(320, 32), [segment(str(i), 10 * i, 10, i) for i in range(32)])
     assert made == [320, 320, 320, 32]
     made.clear()
     gap = [segment("a", 0, 10, 0), segment("b", 20, 10, 2), segment("c", 30, 10, 3)]  # the second prompt is foreign
-    assert None not in copier.copy(states(40, 4), gap)
+    assert None not in copy(copier, states(40, 4), gap)
     assert made == [10, 10, 10, 1, 20, 20, 20, 2]
 
 
@@ -142,7 +135,7 @@ def test_memory_comes_back_when_the_device_has_none_to_stage_in(device: str, mon
     with monkeypatch.context() as patched:
         patched.setattr(Staged, "of", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
-            copier.copy(states(30, 1), [segment("a", 0, 30, 0)], FakeStream())
+            copy(copier, states(30, 1), [segment("a", 0, 30, 0)], FakeStream())
     assert copier.arena.free_bytes() == 64 * ALIGN
 
 
@@ -240,7 +233,7 @@ def test_the_next_forward_waits_for_the_reading_and_not_for_the_way_to_the_host(
             tensor.fill_(float("nan"))
 
     own = fake_device(copier, monkeypatch, recorded, at_the_first)
-    (rows,) = copier.copy(batch, [segment("a", 2, 7, 1)], producer)
+    (rows,) = copy(copier, batch, [segment("a", 2, 7, 1)], producer)
     assert own.waited == [producer]
     assert producer.waited == recorded[:1]
     assert touched_at_first == [False]

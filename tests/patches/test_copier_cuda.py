@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import time
-from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from eagle3_data.patches.sglang.copier import Copier, finite_rows
-from eagle3_data.patches.sglang.dumps import Dump
-from eagle3_data.patches.sglang.rows import Segment
 from eagle3_data.patches.sglang.states import BatchStates
+from tests.patches.views import copy, segment, view
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 WIDTH, LAYERS = 4096, 3
 MIB = 1 << 20
-
-
-def segment(offset: int, rows: int, index: int) -> Segment:
-    return Segment(Dump(f"e3d-r-{index}-0", array("i", range(rows)), SimpleNamespace()), offset, 0, rows, index, True)
 
 
 def wrong_bytes(tensor: torch.Tensor, found: memoryview) -> int:
@@ -52,11 +45,12 @@ def test_states_are_copied_before_the_next_forward_rewrites_them(overlap: bool, 
             logits.zero_()
             logits[1, step] = 1.0
         states = BatchStates(list(buffers) if listed else packed, last, logits)
-        (copied,) = copier.copy(states, [segment(100, 1500, 1)], forward)
-        assert copied is not None
-        taken.append(copied)
-    for step, copied in enumerate(taken):
-        copied.wait()
+        (rows_there,), done = copier.copy(states, [segment("a", 100, 1500, 1)], forward)
+        assert rows_there is not None
+        taken.append((rows_there, done))
+    for step, (rows_there, done) in enumerate(taken):
+        done.synchronize()
+        copied = view(copier, rows_there)
         wanted = torch.cat([torch.full((1500, WIDTH), step + i / 8, dtype=torch.bfloat16) for i in range(LAYERS)], -1)
         assert wrong_bytes(wanted.cuda(), copied.aux) == 0, step
         assert wrong_bytes(torch.full((1500, WIDTH), step + 0.5, dtype=torch.bfloat16).cuda(), copied.last) == 0, step
@@ -75,17 +69,17 @@ def test_asking_for_a_copy_does_not_wait_for_it() -> None:
         torch.randn(1, 1000, device="cuda"),
     )
     forward = torch.cuda.current_stream()
-    for warm in copier.copy(states, [segment(0, rows, 0)], forward):
+    for warm in copy(copier, states, [segment("a", 0, rows, 0)], forward):
         assert warm is not None
-        warm.wait()
         warm.release()
     torch.cuda.synchronize()
     began = time.perf_counter()
-    (copied,) = copier.copy(states, [segment(0, rows, 0)], forward)
+    (rows_there,), done = copier.copy(states, [segment("a", 0, rows, 0)], forward)
     asked = time.perf_counter() - began
-    assert copied is not None
-    copied.wait()
+    assert rows_there is not None
+    done.synchronize()
     whole = time.perf_counter() - began
+    copied = view(copier, rows_there)
     nbytes = len(copied.aux) + len(copied.last)
     print(f"asked in {asked * 1e3:.2f} ms; {nbytes / MIB:.0f} MiB there after {whole * 1e3:.1f} ms")
     assert asked < whole / 4

@@ -29,7 +29,7 @@ def claim(prompts: Prompts, *rows: tuple[Any, int, int]) -> Claims:
 
 
 def spans(claims: Claims) -> list[tuple[str, int, int, int, int, bool]]:
-    return [(s.dump.rid, s.offset, s.start, s.rows, s.index, s.final) for s in claims.segments]
+    return [(s.prompt.rid, s.offset, s.start, s.rows, s.index, s.final) for s in claims.segments]
 
 
 def test_rows_are_counted_over_foreign_requests_too() -> None:
@@ -38,7 +38,7 @@ def test_rows_are_counted_over_foreign_requests_too() -> None:
     claims = claim(Prompts(), (others[0], 0, 3), (a, 0, 5), (others[1], 0, 3), (others[2], 0, 3), (b, 0, 7))
     assert spans(claims) == [(a.rid, 3, 0, 5, 1, True), (b.rid, 14, 0, 7, 4, True)]
     assert not claims.failures
-    assert list(claims.segments[0].dump.ids) == [0, 1, 2, 3, 4]
+    assert list(claims.segments[0].prompt.ids) == [0, 1, 2, 3, 4]
 
 
 def test_chunks_and_generated_tokens() -> None:
@@ -53,16 +53,16 @@ def test_a_cached_prefix_is_a_failure_and_never_a_short_dump() -> None:
     prompts, a = Prompts(), request(OURS.format("a"), 10)
     claims = claim(prompts, (a, 6, 4))
     assert not claims.segments
-    assert [(f.reason, f.dump.rid) for f in claims.failures] == [("rows", a.rid)]
+    assert [(f.reason, f.prompt.rid) for f in claims.failures] == [("rows", a.rid)]
     assert "prefix cache" in claims.failures[0].detail
 
 
 def test_a_prompt_that_starts_again_is_never_mixed() -> None:
     prompts, a = Prompts(), request(OURS.format("a"), 10)
-    first = claim(prompts, (a, 0, 4)).segments[0].dump
+    first = claim(prompts, (a, 0, 4)).segments[0].prompt
     again = claim(prompts, (a, 0, 6))
     assert again.abandoned == [first]
-    second = again.segments[0].dump
+    second = again.segments[0].prompt
     assert second is not first
     assert spans(claim(prompts, (a, 6, 4))) == [(a.rid, 0, 6, 4, 0, True)]
 
@@ -84,7 +84,7 @@ def test_aborted_requests_leave_nothing() -> None:
     b.to_finish = object()
     claims = claim(prompts, (a, 0, 1), (b, 4, 4))
     assert not claims.segments
-    assert [(f.dump.rid, f.reason) for f in claims.failures] == [(b.rid, "aborted")]
+    assert [(f.prompt.rid, f.reason) for f in claims.failures] == [(b.rid, "aborted")]
 
 
 def test_ended_requests_are_forgotten() -> None:

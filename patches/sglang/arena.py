@@ -120,12 +120,16 @@ def aligned(nbytes: int) -> int:
 
 
 def _pin(memory: torch.Tensor) -> None:
-    runtime: Any = torch.cuda.cudart()
+    runtime = _runtime()
     code = runtime.cudaHostRegister(memory.data_ptr(), len(memory), 0)
     if int(code) != 0:
         raise RuntimeError(runtime.cudaGetErrorString(code))
 
 
 def _unpin(address: int) -> None:
-    runtime: Any = torch.cuda.cudart()
-    runtime.cudaHostUnregister(address)
+    _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    cuda: Any = torch.cuda  # `cudart` has no types
+    return cuda.cudart()

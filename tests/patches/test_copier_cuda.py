@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from eagle3_data.patches.sglang.copier import Copier, finite_rows
+from eagle3_data.patches.sglang.dumps import DumpForm
 from eagle3_data.patches.sglang.states import BatchStates
+from eagle3_data.patches.sglang.writers import Work, Writers
+from eagle3_data.protocol import AUX, LAST, SpoolConfig
 from tests.patches.views import copy, segment, view
+from tests.servers import read_dump
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -96,3 +101,38 @@ def test_the_finite_check_needs_no_memory_of_the_states_size() -> None:
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 8 * MIB  # x is 512 MiB
     assert (~finite).nonzero().flatten().tolist() == [7, 9, 11]
+
+
+def test_another_process_writes_what_the_gpu_computed(tmp_path: Path) -> None:
+    """Ten batches through the same buffers; host memory is a few batches, so blocks are used again and again."""
+    form = DumpForm(layers=(1, 2, 3), width=WIDTH, dtype="bfloat16", instance="test")
+    copier, forward = Copier("cuda", 512 * MIB), torch.cuda.current_stream()
+    writers = Writers(tmp_path, SpoolConfig(), form, copier.arena)
+    rows = 1024
+    aux = torch.empty(2 * rows, LAYERS * WIDTH, dtype=torch.bfloat16, device="cuda")
+    last = torch.empty(2 * rows, WIDTH, dtype=torch.bfloat16, device="cuda")
+    wanted = {}
+    for step in range(10):
+        aux.normal_()
+        last.normal_()
+        segments = [segment(f"{step}{part}", part * rows, rows, part) for part in range(2)]
+        for one in segments:
+            span = slice(one.offset, one.offset + rows)
+            wanted[one.prompt.rid] = (aux[span].cpu().clone(), last[span].cpu().clone())
+        deadline = time.monotonic() + 60
+        while copier.arena.free_bytes() < 100 * MIB:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        copied, done = copier.copy(BatchStates(aux, last, None), segments, forward)
+        work = Work()
+        for one, there in zip(segments, copied, strict=True):
+            assert there is not None
+            work.rows(one.prompt, 0, there)
+        writers.put(work, done)
+    writers.close(60.0)
+    assert (writers.counters.written, writers.counters.failed) == (20, 0)
+    for rid, (its_aux, its_last) in wanted.items():
+        _, tensors = read_dump(tmp_path / f"{rid}.safetensors")
+        assert torch.equal(tensors[AUX], its_aux)
+        assert torch.equal(tensors[LAST], its_last)
+    assert copier.arena.free_bytes() == 512 * MIB

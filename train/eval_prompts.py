@@ -70,9 +70,11 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], target: str) -> tupl
 
 
 def heldout_prompts(data: Samples, samples: Sequence[int], *, limit: int | None) -> list[EvalPrompt]:
-    """The prompt of each sample: its tokens up to the first answer."""
-    prompts = []
+    """The prompt of each sample: its tokens up to the first answer. No more samples than needed are read."""
+    prompts: list[EvalPrompt] = []
     for sample in samples:
+        if limit is not None and len(prompts) >= limit:
+            break
         read = data.read(sample, (IDS, MASK))
         spans = answer_spans(read[MASK])
         if spans and spans[0][0] > 0:
@@ -80,4 +82,4 @@ def heldout_prompts(data: Samples, samples: Sequence[int], *, limit: int | None)
             prompts.append(EvalPrompt(data.keys[sample], "held out", ids))
     if not prompts:
         raise ConfigError("no held-out sample has a prompt and an answer")
-    return prompts[:limit]
+    return prompts

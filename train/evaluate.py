@@ -20,8 +20,8 @@ from eagle3_data.server.process import ServerProcess
 from eagle3_data.train.acceptance import LOW_DIVERSITY, Acceptance
 from eagle3_data.train.engines import DRAFT_BACKEND
 from eagle3_data.train.eval_prompts import EvalPrompt
-from eagle3_data.train.export import serving_arguments
 from eagle3_data.train.measure import Decoder, EvalConfig, Measured, measure
+from eagle3_data.train.serving import Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def measure_plain(
 
 def server_config(config: EvalConfig, draft: Path | None) -> ServerConfig:
     """As `export` says that the draft is served; the caller's own arguments win."""
-    of_draft = serving_arguments(draft) if draft is not None else ()
+    of_draft = Serving.read(draft).sglang_args if draft is not None else ()
     if DRAFT_BACKEND in of_draft and resolve_device(config.device) == "cpu":  # a CPU has one backend for all
         at = of_draft.index(DRAFT_BACKEND)
         of_draft = of_draft[:at] + of_draft[at + 2 :]

@@ -6,7 +6,6 @@ vLLM:   speculators' `Eagle3Speculator`, tensors under `layers.0.`, embedding in
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -23,13 +22,13 @@ from eagle3_data import durable
 from eagle3_data.checkpoint import resolve_checkpoint
 from eagle3_data.errors import ConfigError, TrainingError
 from eagle3_data.train.checkpoint import SavedDraft, read_draft
-from eagle3_data.train.engines import Engine, draft_arguments, engine_layers, launch_command
-from eagle3_data.train.lint import ARCHITECTURES, Finding, errors_of, lint
+from eagle3_data.train.engines import Engine, engine_layers, launch_command
+from eagle3_data.train.lint import Finding, errors_of, lint
+from eagle3_data.train.serving import SERVING, Serving
 from eagle3_data.train.spec import DraftSpec
 from eagle3_data.train.target import read_target_info, read_target_weights
 
-WEIGHTS, CONFIG, SERVING = "model.safetensors", "config.json", "serving.json"
-"""SERVING: {"sglang_args": [...]}, `engines.draft_arguments`, for `evaluate`; engines do not read it."""
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SPECULATORS_VERSION = "0.4.0"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DtypeName = Literal["bfloat16", "float16", "float32"]
@@ -162,7 +161,7 @@ def export_draft(
     errors = errors_of(findings)
     if errors:
         raise TrainingError(f"{engine} would not load this export:\n  " + "\n  ".join(map(str, errors)))
-    _write(out, config, {"sglang_args": draft_arguments(spec)} if engine == "sglang" else None, tensors)
+    _write(out, config, Serving.of(spec, engine), tensors)
     command = launch_command(
         engine,
         target=model,
@@ -184,39 +183,23 @@ def _embedding(saved: SavedDraft, served_as: str | None) -> Tensor:
     return read_target_weights(folder, read_target_info(folder)).embed
 
 
-def serving_arguments(draft: Path) -> tuple[str, ...]:
-    """What SGLang must be told to serve this exported draft; nothing for one that is not of ours."""
-    try:
-        return tuple(map(str, json.loads((draft / SERVING).read_text())["sglang_args"]))
-    except FileNotFoundError:
-        return ()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{draft / SERVING} cannot be read: {error}", next="export the draft again") from error
-
-
 def _refuse_to_replace(out: Path) -> None:
     """Raises ConfigError when `out` holds anything that an export did not write."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        names = json.loads((out / CONFIG).read_text()).get("architectures") or []
-        ours = any(name in known for known in ARCHITECTURES.values() for name in names)
-        if ours and {path.name for path in out.iterdir()} <= {WEIGHTS, CONFIG, SERVING}:
-            return
+    if out.is_dir() and {path.name for path in out.iterdir()} == {WEIGHTS, CONFIG, SERVING}:
+        return
     raise ConfigError(f"{out} exists and is not an exported draft alone", next="name another folder with --out")
 
 
-def _write(
-    out: Path, config: Mapping[str, Any], serving: Mapping[str, Any] | None, tensors: Mapping[str, Tensor]
-) -> None:
+def _write(out: Path, config: Mapping[str, Any], serving: Serving, tensors: Mapping[str, Tensor]) -> None:
     _refuse_to_replace(out)
     hidden = durable.hidden(out)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir(parents=True)
     save_file(dict(tensors), hidden / WEIGHTS, metadata={"format": "pt"})
     (hidden / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-    if serving is not None:
-        (hidden / SERVING).write_text(json.dumps(serving) + "\n")
+    (hidden / SERVING).write_text(serving.to_json())
     for path in hidden.iterdir():
         durable.fsync_file(path)
     if out.exists():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from eagle3_data.train.checkpoint import DRAFT, SPEC, write_checkpoint
 from eagle3_data.train.engines import Engine, captured_by
 from eagle3_data.train.lint import ARCHITECTURES, expected_shapes
 from eagle3_data.train.rope import RopeSpec
+from eagle3_data.train.serving import Serving
 from eagle3_data.train.spec import DraftSpec
 from eagle3_data.train.target import TargetInfo
 from eagle3_data.train.vocab import map_from_d2t
@@ -73,6 +74,7 @@ def read_foreign(source: Path, target: TargetInfo, *, draft_config: Path | None 
     # SpecForge's own `norm_output` is the norm before lm_head, which all drafts have; SGLang's feeds it back
     trainer = (source / TRAINING_STATE).exists()
     spec = spec_of(config, tensors, engine, target, trainer_config=trainer)
+    spec = replace(spec, sliding_window_tokens=Serving.read(source).sliding_window_tokens)
     weights = _checked(tensors, spec, source)
     if spec.reduced_vocab:
         vocab = map_from_d2t(_needed(tensors, "d2t", source), spec.vocab_size)

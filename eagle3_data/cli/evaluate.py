@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle3_data import durable
-from eagle3_data.cli.train import say
+from eagle3_data.cli.train import open_samples, say
 from eagle3_data.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def evaluate_command(
     draft: Annotated[list[Path], typer.Option(help="Exported draft (SGLang); repeat to compare several.")],
     target: Annotated[str, typer.Option(help="The target: folder or hub id.")],
     prompts: Annotated[OptionalPath, typer.Option(help="JSONL with prompt or messages, and category.")] = None,
-    data: Annotated[OptionalPath, typer.Option(help="Instead: the held-out samples of a build.")] = None,
+    data: Annotated[OptionalPath, typer.Option(help="Instead: the held-out samples of a build or mirror.")] = None,
     run: Annotated[OptionalPath, typer.Option(help="With --data: the run whose held-out share it is.")] = None,
     url: Annotated[OptionalText, typer.Option(help="A running server with the draft; none is started.")] = None,
     baseline_url: Annotated[OptionalText, typer.Option(help="With --url: one without; the two take turns.")] = None,
@@ -126,17 +126,17 @@ def _prompts(
     if prompts is not None:
         return read_prompts(prompts, target, trust_remote_code=trust_remote_code, limit=limit)
     assert data is not None
-    from eagle3_data.shards import ShardSet
     from eagle3_data.train.config import load_config
     from eagle3_data.train.plan import split_samples
 
-    opened = ShardSet.open(data)
-    if run is None:
-        samples = list(range(len(opened)))
-    else:
-        settings = load_config(run / "config.yaml")
-        samples = split_samples(opened.keys, opened.tokens, settings.data, seed=settings.optim.seed).holdout.tolist()
-    return heldout_prompts(opened, samples, limit=limit)
+    with open_samples(data, ()) as opened:
+        if run is None:
+            samples = list(range(len(opened)))
+        else:
+            settings = load_config(run / "config.yaml")
+            split = split_samples(opened.keys, opened.tokens, settings.data, seed=settings.optim.seed)
+            samples = split.holdout.tolist()
+        return heldout_prompts(opened, samples, limit=limit)
 
 
 def _count(done: int, total: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from eagle3_data.cli import evaluate as cli
 from eagle3_data.errors import ConfigError, InputError
 from eagle3_data.server.client import ServerClient
 from eagle3_data.server.command import Device, server_command
@@ -19,6 +20,7 @@ from eagle3_data.train.eval_prompts import EvalPrompt, heldout_prompts, read_pro
 from eagle3_data.train.evaluate import EvalReport, make_report, server_config
 from eagle3_data.train.export import export_draft
 from eagle3_data.train.measure import Decoder, EvalConfig, Measured, measure
+from tests.builds import make_build
 from tests.train.fakes import random_samples
 from tests.train.test_export import checkpoint
 
@@ -89,6 +91,23 @@ def test_heldout_prompts_end_before_the_first_answer() -> None:
     data = random_samples([10, 20], width=8, vocab=50)
     prompts = heldout_prompts(data, [1], limit=None)
     assert prompts[0].input_ids == tuple(data.samples[1]["input_ids"][:10].tolist())
+
+
+def test_no_more_samples_are_read_than_prompts_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a request to a mirror."""
+    data, read = random_samples([10, 20, 30, 40], width=8, vocab=50), []
+    real = data.read
+    monkeypatch.setattr(data, "read", lambda i, *columns: (read.append(i), real(i, *columns))[1])
+    assert len(heldout_prompts(data, [3, 1, 0, 2], limit=2)) == 2
+    assert read == [3, 1]
+
+
+def test_prompts_of_a_mirror_are_those_of_the_build(tmp_path: Path) -> None:
+    make_build(tmp_path / "build", [20, 30, 40, 50, 60], per_shard=2)
+    local = cli._prompts(None, tmp_path / "build", None, "t", False, 3)
+    far = cli._prompts(None, Path(f"file://{tmp_path / 'build'}"), None, "t", False, 3)
+    assert len(local) == 3
+    assert far == local
 
 
 def test_nothing_to_measure_and_nobody_to_ask() -> None:

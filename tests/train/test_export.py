@@ -267,6 +267,24 @@ def test_a_model_is_not_taken_for_an_older_export(tmp_path: Path, tiny_llama: Pa
     assert config_of(model)["architectures"] == ["LlamaForCausalLM"]
 
 
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_another_projects_draft_is_not_taken_for_an_older_export(
+    tmp_path: Path, tiny_llama: Path, engine: Engine
+) -> None:
+    """It has the same architecture, and the same files but for one; it had been replaced."""
+    checkpoint(tmp_path / "c", hidden_size=64, vocab_size=768, head_dim=16, target_model=str(tiny_llama))
+    out = export_draft(tmp_path / "c", tmp_path / "out", engine=engine).folder
+    export_draft(tmp_path / "c", out, engine=engine)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(out / name, theirs)
+    (theirs / "model.safetensors").write_bytes(b"their weights")
+    with pytest.raises(ConfigError, match="not an exported draft alone"):
+        export_draft(tmp_path / "c", theirs, engine=engine)
+    assert (theirs / "model.safetensors").read_bytes() == b"their weights"
+
+
 def test_the_embedding_is_the_training_targets_and_the_name_the_servings(tmp_path: Path, tiny_llama: Path) -> None:
     shape = {"hidden_size": 64, "vocab_size": 768, "head_dim": 16}
     checkpoint(tmp_path / "c", **shape, target_model=str(tiny_llama))

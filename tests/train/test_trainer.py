@@ -242,15 +242,16 @@ def test_warm_start_takes_the_datas_vocabulary_when_told(
         assert torch.equal(ours[kept.index(token)], theirs[before.index(token)])
 
 
+@pytest.mark.parametrize("shape", [(), ("draft.sliding_window_tokens=16",)])  # a config.json does not say the second
 def test_warm_start_from_either_engines_export(
-    make_config: MakeConfig, data: MemorySamples, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_config: MakeConfig, data: MemorySamples, tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: tuple[str]
 ) -> None:
-    first = Trainer(make_config("optim.epochs=1", output=tmp_path / "first"), data).run()
+    first = Trainer(make_config("optim.epochs=1", *shape, output=tmp_path / "first"), data).run()
     assert "latin: " in capsys.readouterr().out  # the vocabulary's coverage by writing system
     saved = load_file(first.checkpoint / DRAFT)
     for engine in ("sglang", "vllm"):
         out = export_draft(first.checkpoint, tmp_path / engine, engine=engine, dtype="float32").folder  # type: ignore[arg-type]
-        trainer = Trainer(make_config(f"draft.init_from={out}", output=tmp_path / f"from-{engine}"), data)
+        trainer = Trainer(make_config(f"draft.init_from={out}", *shape, output=tmp_path / f"from-{engine}"), data)
         for name, parameter in trainer.core.draft.named_parameters():
             assert torch.equal(parameter.detach(), saved[name]), name
 

@@ -28,6 +28,7 @@ from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.sink import ShardSink
 from eagle3_data.capture import Alignment, CaptureSpec
 from eagle3_data.errors import BuildFailed
+from eagle3_data.manifest import Manifest
 from eagle3_data.protocol import IDS, MASK
 from eagle3_data.shards.index import read_index
 from eagle3_data.shards.reader import ShardSet, columns_at, map_shard
@@ -116,9 +117,7 @@ class LiveSamples:
         self.tokens = self._store.tokens
         self.keys = [self._store.row(row).key for row in range(len(self._store))]
         manifest = self._sink.manifest
-        text = json.dumps(manifest.fingerprint, sort_keys=True)
-        self.fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-        """Of what is planned: the same while shards are added."""
+        self.fingerprint = plan_fingerprint(manifest)
         self.capture: CaptureSpec = manifest.spec
         self.alignment: Alignment = manifest.alignment
         self._sealed: dict[str, tuple[ShardSet, int]] = {}
@@ -230,6 +229,12 @@ class LiveSamples:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+def plan_fingerprint(manifest: Manifest) -> str:
+    """Of what is planned: the same while shards are added."""
+    text = json.dumps(manifest.fingerprint, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def stored_sample(store: SampleStore, i: int, names: Sequence[str], *, failed: bool) -> dict[str, Tensor]:

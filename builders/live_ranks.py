@@ -26,6 +26,7 @@ from typing import Any, cast
 from safetensors.torch import load, save
 from torch import Tensor
 
+from eagle3_data.builders.finished import FinishedSamples, is_finished
 from eagle3_data.builders.live import START_S, LiveSamples, copy_rows, empty_sample, stored_sample
 from eagle3_data.builders.samples.store import SampleStore
 from eagle3_data.builders.settings import BuildConfig
@@ -62,8 +63,12 @@ class Ranks:
 @contextlib.contextmanager
 def open_live(
     config: BuildConfig, ranks: Ranks, *, on_text: Callable[[str], None]
-) -> Iterator[LiveSamples | FarSamples]:
-    """The samples of a build that is still to be finished, on any rank."""
+) -> Iterator[LiveSamples | FarSamples | FinishedSamples]:
+    """The samples of a build that is still to be finished, on any rank; once it is whole no server is asked."""
+    if is_finished(config.out):
+        on_text(f"{config.out} is whole: no server is needed")
+        yield FinishedSamples(config.out)
+        return
     if ranks.rank > 0:
         yield FarSamples(config.out)
         return

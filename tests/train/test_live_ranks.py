@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from eagle3_data.builders.build import build
+from eagle3_data.builders.finished import FinishedSamples
 from eagle3_data.builders.live_ranks import FarSamples, Ranks, note_path, open_live
 from eagle3_data.builders.stored import recall, remember
 from eagle3_data.errors import BuildFailed
@@ -146,6 +147,43 @@ def test_a_rank_that_comes_first_waits_past_the_note_of_an_earlier_run(tiny_llam
             out = torch.zeros(3, 192)
             far.read_into(2, {AUX: out})
             assert torch.equal(out, near.read(2)[AUX][:3])
+
+
+def test_a_run_goes_on_without_servers_once_its_build_is_whole(tiny_llama: Path, tmp_path: Path) -> None:
+    """Its samples are numbered by the store; the same command had waited for the servers."""
+    folder = unfinished_build(tmp_path, tiny_llama)
+    job = Job(tmp_path / "run", folder, epochs=2)
+    with Replay(tmp_path / "spool", tiny_llama, free_port()).running() as (url, _):
+        begun = run(replace(job, servers=(url,), stop_at=2), 2)
+        build(replace(recall(folder), servers=(url,)), on_tick=lambda tick: None, on_text=lambda text: None)
+    again = run(replace(job, servers=(url,)), 2)  # nobody listens there any more
+    assert (begun.steps, again.steps[0] > 2) == ([2, 2], True)
+    straight = run(Job(tmp_path / "straight", folder, epochs=2, servers=(url,)), 1)
+    assert straight.samples == begun.samples + again.samples
+    for name, tensor in straight.weights.items():
+        torch.testing.assert_close(again.weights[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_whole_build_reads_as_it_did_when_it_was_live(tiny_llama: Path, tmp_path: Path) -> None:
+    """Sample 4 has no states."""
+    folder = unfinished_build(tmp_path, tiny_llama)
+    spec = replace(SPEC, model=str(tiny_llama), vocab_size=VOCAB, width=64)
+    with ReplayServer(tmp_path / "spool", spec, Faults(dump={4: "nan"})) as server:
+        config = replace(recall(folder), servers=(server.url,))
+        with open_live(config, Ranks(0, 1, "127.0.0.1"), on_text=print) as live:
+            live.expect(range(COUNT))
+            before = [live.read(i) for i in range(COUNT)]
+    with open_live(config, Ranks(1, 2, "127.0.0.1"), on_text=print) as whole:
+        assert isinstance(whole, FinishedSamples)
+        assert (whole.fingerprint, whole.keys, whole.capture) == (live.fingerprint, live.keys, live.capture)
+        for i, tensors in enumerate(before):
+            found = whole.read(i)
+            assert found.keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                assert torch.equal(found[name], tensor), (i, name)
+            assert torch.equal(whole.read(i, (MASK,))[MASK], tensors[MASK])
+        failed = [i for i in range(COUNT) if not before[i][MASK].any()]
+        assert [whole.keys[i] for i in failed] == live.failed_keys()
 
 
 @pytest.mark.server

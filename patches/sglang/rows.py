@@ -33,6 +33,8 @@ class Prompt:
     """Rows claimed."""
     over: bool = False
     """Failed, abandoned or written: rows that still come are of no use. Never cleared."""
+    begun: bool = False
+    """The process that writes is told of it. Never cleared."""
     number: int = field(default_factory=_numbers.__next__)
     """What it is called between the scheduler and the process that writes."""
 

@@ -12,13 +12,12 @@ import logging
 import os
 import pickle
 import queue
-import socket
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,8 @@ SWEEP_S = 5.0
 """How often prompts that will never be complete are looked for."""
 RESTART_S = 1.0
 """Between two starts of the process that writes."""
+START_S = 60.0
+"""A process that has not reported by then will not."""
 
 
 @dataclass(slots=True)
@@ -58,8 +59,7 @@ class Work:
     """One for each `Rows` in `changes`."""
 
     def rows(self, prompt: Prompt, start: int, copied: CopiedRows) -> None:
-        if start == 0:
-            self._begin(prompt, prompt.ids.tobytes())
+        self._begin(prompt, prompt.ids.tobytes())
         self.changes.append(Rows(prompt.number, start, copied.block.number, copied.spans))
         self.blocks.append(copied.block)
 
@@ -75,8 +75,11 @@ class Work:
         self.changes.append(Abandon(prompt.number))
 
     def _begin(self, prompt: Prompt, ids: bytes) -> None:
-        self.changes.append(Begin(prompt.number, prompt.rid, ids))
-        self.begun.append(prompt)
+        """Once: a prompt that the process that writes has settled, unknown to us yet, must not begin again."""
+        if not prompt.begun:
+            prompt.begun = True
+            self.changes.append(Begin(prompt.number, prompt.rid, ids))
+            self.begun.append(prompt)
 
 
 @dataclass(slots=True)
@@ -95,7 +98,7 @@ class Writers:
     """
 
     def __init__(self, spool: Path, config: SpoolConfig, form: DumpForm, arena: Arena) -> None:
-        """Raises OSError when the process cannot be started."""
+        """Waits until the process is ready. Raises OSError when it cannot be started."""
         self._setup, self._arena = Setup(spool, config, form, len(arena.memory)), arena
         self.counters = Counters()
         self._lock = threading.Lock()
@@ -108,6 +111,8 @@ class Writers:
         self._base = Counters()
         """Of the processes before."""
         self._closing = False
+        self._connection: Connection | None
+        """None: there is no process. Closed by the last to let go of it, never while another thread sends."""
         self.process, self._connection = self._start()
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._send, self._receive)]
         for thread in self._threads:
@@ -115,32 +120,34 @@ class Writers:
 
     def put(self, work: Work, done: Any) -> None:
         """`done`: an event to `synchronize` with before the rows in `work` may be read, or None."""
-        now = time.monotonic()
         with self._lock:
-            for prompt in work.begun:
-                self._open.setdefault(prompt.number, _Open(prompt, now))
-            for change in work.changes:
-                if isinstance(change, Rows) and (known := self._open.get(change.number)) is not None:
-                    known.touched = now
-                    nbytes = sum(end - start for start, end in change.spans[:2])
-                    known.nbytes += nbytes
-                    self.counters.backlog_bytes += nbytes
-            self._blocks.update((block.number, block) for block in work.blocks)
-            life = self._life
-        self._queue.put((life, work.changes, done))
+            self._put(work, done)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End the process once it has written what it can."""
         with self._up:
             self._closing = True
+            self._put(Work([Close()]), None)
+            self._queue.put(None)
             self._up.notify_all()
-        self._queue.put(None)
-        self._threads[0].join(timeout_s)
-        with contextlib.suppress(OSError):
-            self._connection.send_bytes(pickle.dumps([Close()]))
-        self._threads[1].join(timeout_s)
+        for thread in self._threads:
+            thread.join(timeout_s)
         self.process.kill()
         self.process.wait()
+
+    def _put(self, work: Work, done: Any) -> None:
+        """The caller holds the lock: the process that writes is told in the order in which we note."""
+        now = time.monotonic()
+        for prompt in work.begun:
+            self._open[prompt.number] = _Open(prompt, now)
+        for change in work.changes:
+            if isinstance(change, Rows) and (known := self._open.get(change.number)) is not None:
+                known.touched = now
+                nbytes = sum(end - start for start, end in change.spans[:2])
+                known.nbytes += nbytes
+                self.counters.backlog_bytes += nbytes
+        self._blocks.update((block.number, block) for block in work.blocks)
+        self._queue.put((self._life, work.changes, done))
 
     # ------------------------------------------------------------- threads
 
@@ -171,7 +178,7 @@ class Writers:
                     [Fail(c.number, "internal", detail) if isinstance(c, Rows) else c for c in changes]
                 )
         with self._up:
-            while self._connection.closed and not self._closing:
+            while self._connection is None and life == self._life and not self._closing:
                 self._up.wait()
             connection = self._connection if life == self._life else None
         if connection is not None:
@@ -187,17 +194,16 @@ class Writers:
                     prompt.request.finished() or silent_s > self._setup.config.temp_age_s
                 ):
                     work.fail(prompt, "aborted", f"the request ended after {prompt.seen} of {prompt.tokens} rows")
-        if work.changes:
-            self.put(work, None)
+            if work.changes:
+                self._put(work, None)
 
     def _receive(self) -> None:
-        while True:
+        connection = self._connection
+        while connection is not None:
             try:
-                self._note(pickle.loads(self._connection.recv_bytes()))
+                self._note(pickle.loads(connection.recv_bytes()))
             except (EOFError, OSError):
-                if self._closing:
-                    return
-                self._died()
+                connection = None if self._closing else self._died()
 
     def _note(self, report: Report) -> None:
         with self._lock:
@@ -216,26 +222,47 @@ class Writers:
     # ------------------------------------------------------------- the process
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         with theirs:
             files = (theirs.fileno(), self._arena.file)
             command = [sys.executable, "-m", f"{__package__}.writing", *map(str, files)]
-            try:
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=files)
-            except OSError:
-                ours.close()
-                raise
-        connection = Connection(ours.detach())
-        connection.send_bytes(pickle.dumps(self._setup))
-        return process, connection
+            environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # nothing is imported from the working directory
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=files, env=environment)
+        try:
+            ours.send_bytes(pickle.dumps(self._setup))
+            if not ours.poll(START_S):
+                raise TimeoutError(f"it said nothing for {START_S:.0f} s")
+            ours.recv_bytes()  # its first report: it is ready
+        except (EOFError, OSError) as error:
+            process.kill()
+            why = error if isinstance(error, TimeoutError) else "the log has its error"
+            raise OSError(f"{why} (exit code {process.wait()})") from error
+        return process, ours
 
-    def _died(self) -> None:
-        """Error records for all that it had, their memory back, and another process."""
+    def _died(self) -> Connection | None:
+        """Another process, once what this one had is given up; None: we close."""
         self.process.kill()
-        code = self.process.wait()
-        logger.error("eagle3-data: the process that writes dumps ended (exit code %s); starting another", code)
-        with self._lock:
-            self._connection.close()
+        reason = f"the process that writes dumps ended with exit code {self.process.wait()}"
+        while True:
+            logger.error("eagle3-data: %s; starting another", reason)
+            self._give_up(reason)
+            time.sleep(RESTART_S)
+            if self._closing:
+                return None
+            try:
+                process, connection = self._start()
+            except OSError as error:
+                reason = f"the process that writes dumps could not be started: {error}"
+                continue
+            with self._up:
+                self.process, self._connection = process, connection
+                self._up.notify_all()
+            return connection
+
+    def _give_up(self, reason: str) -> None:
+        """Error records for all that was put so far, and its memory back. There is no process."""
+        with self._up:
+            self._connection = None
             self._life += 1
             orphans, blocks = list(self._open.values()), list(self._blocks.values())
             self._open.clear()
@@ -244,22 +271,14 @@ class Writers:
                 self._settle(known)
             for block in blocks:
                 block.drop()
-            self.counters.failed += len(orphans)
-            self._base = Counters(self.counters.written, self.counters.failed)
-        spool, form = self._setup.spool, self._setup.form
-        detail = f"the process that writes dumps ended with exit code {code}"
-        for known in orphans:
-            error = DumpError(rid=known.prompt.rid, reason="internal", detail=detail, instance=form.instance)
-            if not os.path.exists(f"{spool}/{error.rid}{DUMP_SUFFIX}"):  # else written, and not yet reported
-                write_error(spool, error)
-        while not self._closing:
-            time.sleep(RESTART_S)
-            try:
-                process, connection = self._start()
-            except OSError as error:
-                logger.error("eagle3-data: no process that writes dumps: %s", error)
+            self._up.notify_all()
+        spool, counters = self._setup.spool, self.counters
+        for rid in dict.fromkeys(known.prompt.rid for known in orphans):
+            if os.path.exists(f"{spool}/{rid}{DUMP_SUFFIX}"):  # written, and not yet reported
+                counters.written += 1
                 continue
-            with self._up:
-                self.process, self._connection = process, connection
-                self._up.notify_all()
-            return
+            counters.failed += 1
+            error = DumpError(rid=rid, reason="internal", detail=reason, instance=self._setup.form.instance)
+            if not write_error(spool, error):
+                logger.error("eagle3-data: no error record for %s (%s): the spool takes none", rid, reason)
+        self._base = Counters(counters.written, counters.failed)

@@ -63,6 +63,7 @@ class Writing:
 
     def run(self) -> None:
         """Until the scheduler closes, or is gone. Raises EOFError or OSError when it is gone."""
+        self._send()  # the first report says that we are ready
         while True:
             changes: list[Change] = pickle.loads(self._connection.recv_bytes())
             for change in changes:
@@ -86,7 +87,7 @@ class Writing:
     def _apply(self, change: Begin | Rows | Fail | Abandon) -> None:
         if isinstance(change, Begin):
             with self._lock:
-                self._dumps.setdefault(change.number, Dump(change.rid, array("i", change.ids), change.number))
+                self._dumps[change.number] = Dump(change.rid, array("i", change.ids), change.number)
             return
         with self._lock:
             dump = self._dumps.get(change.number)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +23,7 @@ import torch
 from eagle3_data.patches.sglang import writers as writers_module
 from eagle3_data.patches.sglang.copier import Copier
 from eagle3_data.patches.sglang.dumps import DumpForm
+from eagle3_data.patches.sglang.messages import Report
 from eagle3_data.patches.sglang.rows import Prompt, Segment
 from eagle3_data.patches.sglang.states import BatchStates
 from eagle3_data.patches.sglang.writers import Work, Writers
@@ -196,10 +201,170 @@ def test_a_message_that_is_no_use_ends_the_process_and_not_the_capture(
 ) -> None:
     monkeypatch.setattr(writers_module, "RESTART_S", 0.1)
     server.batch((prompt("half", 9), 0, 4))
+    assert server.writers._connection is not None
     server.writers._connection.send_bytes(b"no pickle")
     assert server.error("half").reason == "internal"
     server.batch((prompt("next", 5), 0, 5))
     server.dump("next")
+
+
+def test_a_process_that_dies_while_it_is_told_something(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the socket that is sent to stays open until the sender is done: its number may be another file's."""
+    monkeypatch.setattr(writers_module, "RESTART_S", 0.1)
+    send: Any = Connection._send  # type: ignore[attr-defined]
+    first = server.writers.process.pid
+
+    def die(connection: Connection, *arguments: Any) -> None:
+        if threading.current_thread() is server.writers._threads[0] and server.writers.process.pid == first:
+            os.kill(first, signal.SIGKILL)
+            settled(lambda: server.writers.process.pid != first)
+        send(connection, *arguments)
+
+    monkeypatch.setattr(Connection, "_send", die)
+    server.batch((prompt("a", 5), 0, 5))
+    assert server.error("a").reason == "internal"
+    server.batch((prompt("b", 5), 0, 5))
+    server.dump("b")
+    server.at_rest()
+
+
+def test_a_prompt_that_fails_on_both_sides_fails_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    note, read = server.writers._note, threading.Event()
+
+    def note_later(report: Report) -> None:
+        assert read.wait(30)
+        note(report)
+
+    monkeypatch.setattr(server.writers, "_note", note_later)
+    a = prompt("a", 9)
+    server.batch((a, 0, 4))
+    server.batch((a, 6, 1))  # the process that writes cannot go on with it
+    assert "rows from 6" in server.error("a").detail
+    server.fail(a, "pinned_full")  # before that is known
+    server.batch((prompt("b", 5), 0, 5))
+    server.dump("b")
+    read.set()
+    settled(lambda: counts(server) == (1, 1))
+    server.at_rest()
+    assert "rows from 6" in server.error("a").detail
+
+
+def test_a_prompt_swept_while_it_is_put_ends_once(server: Server) -> None:
+    class Slow(queue.SimpleQueue[Any]):
+        """Something else happens before the scheduler thread's item is in."""
+
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            if threading.current_thread() is threading.main_thread() and item is not None:
+                threading.Thread(target=server.writers._sweep, args=(time.monotonic(),)).start()
+                time.sleep(0.2)
+            super().put(item)
+
+    then, server.writers._queue = server.writers._queue, Slow()
+    then.put((0, [], None))  # `_send` looks at the new one from here on
+    server.batch((prompt("a", 4, finished=True), 0, 2))
+    assert server.error("a").reason == "aborted"
+    server.batch((prompt("b", 5), 0, 5))
+    server.dump("b")
+    server.at_rest()
+    settled(lambda: counts(server) == (1, 1))
+    assert not list(server.spool.glob(".*.tmp"))
+
+
+def test_what_was_written_but_not_reported_is_no_failure(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers_module, "RESTART_S", 0.1)
+    monkeypatch.setattr(server.writers, "_note", lambda report: None)
+    server.batch((prompt("a", 5), 0, 5))
+    server.dump("a")
+    monkeypatch.undo()
+    monkeypatch.setattr(writers_module, "RESTART_S", 0.1)
+    first = server.writers.process.pid
+    server.writers.process.kill()
+    settled(lambda: server.writers.process.pid != first)
+    server.at_rest()
+    assert counts(server) == (1, 0)
+    assert [path.name for path in server.spool.iterdir()] == ["e3d-r-a-0.safetensors"]
+
+
+def broken(folder: Path) -> str:
+    """A Python that cannot start our process."""
+    path = folder / "broken"
+    path.write_text("#!/bin/sh\nexit 3\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_process_that_cannot_start_is_said_at_once(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", broken(tmp_path_factory.mktemp("python")))
+    with pytest.raises(OSError, match="exit code 3"):
+        Server(tmp_path)
+
+
+def test_while_no_process_can_be_started_every_prompt_gets_its_error_record(
+    server: Server, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writers_module, "RESTART_S", 0.1)
+    good = sys.executable
+    for python in (broken(tmp_path_factory.mktemp("python")), "/nonexistent"):
+        monkeypatch.setattr(sys, "executable", python)
+        if server.writers.process.poll() is None:
+            server.writers.process.kill()
+        name = Path(python).name
+        for part in "12":
+            server.batch((prompt(f"{name}_{part}", 5), 0, 5))
+            assert server.error(f"{name}_{part}").reason == "internal"
+            server.at_rest()
+    monkeypatch.setattr(sys, "executable", good)
+    last = server.writers.process.pid
+    settled(lambda: server.writers.process.pid != last)
+    server.batch((prompt("b", 5), 0, 5))
+    server.dump("b")
+    settled(lambda: counts(server) == (1, 4))
+
+
+def test_a_default_timeout_of_sockets_is_not_ours(tmp_path: Path) -> None:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.01)
+    try:
+        server = Server(tmp_path)
+    finally:
+        socket.setdefaulttimeout(before)
+    first = server.writers.process.pid
+    server.batch((prompt("a", 5), 0, 5))
+    server.dump("a")
+    assert server.writers.process.pid == first
+    server.writers.close()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python always looks in the working directory")
+def test_the_working_directory_is_no_place_for_modules(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("cwd")
+    (elsewhere / "xxhash.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(elsewhere)
+    server = Server(tmp_path)
+    server.batch((prompt("a", 5), 0, 5))
+    server.dump("a")
+    server.writers.close()
+
+
+def test_a_stopped_process_holds_up_nobody(server: Server) -> None:
+    """Far more than the socket takes is put meanwhile, and all of it is written later."""
+    os.kill(server.writers.process.pid, signal.SIGSTOP)
+    try:
+        for index in range(40):
+            work = Work()
+            work.fail(prompt(f"x{index}", 5), "pinned_full", "x" * 50_000)
+            server.writers.put(work, None)
+        server.batch((prompt("a", 5), 0, 5))
+        assert not list(server.spool.iterdir())
+    finally:
+        os.kill(server.writers.process.pid, signal.SIGCONT)
+    server.dump("a")
+    settled(lambda: counts(server) == (1, 40))
+    server.at_rest()
 
 
 def test_signals_to_the_group_are_for_the_scheduler(server: Server) -> None:

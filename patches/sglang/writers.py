@@ -274,6 +274,9 @@ class Writers:
             self._up.notify_all()
         spool, counters = self._setup.spool, self.counters
         for rid in dict.fromkeys(known.prompt.rid for known in orphans):
+            with contextlib.suppress(OSError):
+                for half in spool.glob(f".{rid}.{self.process.pid}-*.tmp"):
+                    half.unlink(missing_ok=True)
             if os.path.exists(f"{spool}/{rid}{DUMP_SUFFIX}"):  # written, and not yet reported
                 counters.written += 1
                 continue

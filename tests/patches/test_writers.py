@@ -189,6 +189,7 @@ def test_a_process_that_is_killed_leaves_error_records_and_another_one_goes_on(
     assert server.error("half").reason == "internal"
     assert "exit code -9" in server.error("half").detail
     assert half.over
+    assert not list(server.spool.glob(".*.tmp"))
     server.batch((half, 4, 5), (prompt("next", 5), 0, 5))  # while there is no process
     server.dump("next")
     settled(lambda: counts(server) == (2, 1))

@@ -1,13 +1,17 @@
-"""What the scheduler process and the process that writes dumps tell each other: lists of these, pickled, on a socket.
+"""What the scheduler process and the process that writes dumps tell each other, as JSON on a socket.
 
 Neither torch nor SGLang is imported here: the process that writes is there in a tenth of a second and small.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import base64
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eagle3_data.patches.sglang.dumps import DumpForm
 from eagle3_data.protocol import SpoolConfig
@@ -38,14 +42,30 @@ class Setup:
     form: DumpForm
     arena_bytes: int
 
+    def encode(self) -> bytes:
+        return json.dumps({**asdict(self), "spool": str(self.spool)}).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Setup:
+        found = json.loads(message)
+        form = {**found["form"], "layers": tuple(found["form"]["layers"])}
+        return cls(Path(found["spool"]), SpoolConfig(**found["config"]), DumpForm(**form), found["arena_bytes"])
+
 
 class Begin(NamedTuple):
     """A prompt, by the number that the other messages call it."""
 
     number: int
     rid: str
-    ids: bytes
-    """int32"""
+    ids: str
+    """int32, in base64"""
+
+    @classmethod
+    def of(cls, number: int, rid: str, ids: array[int]) -> Begin:
+        return cls(number, rid, base64.b64encode(ids).decode())
+
+    def ids_array(self) -> array[int]:
+        return array("i", base64.b64decode(self.ids))
 
 
 class Rows(NamedTuple):
@@ -76,6 +96,17 @@ class Close(NamedTuple):
 
 
 Change = Begin | Rows | Fail | Abandon | Close
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Begin, Rows, Fail, Abandon, Close)}
+
+
+def encode(changes: Sequence[Change]) -> bytes:
+    return json.dumps([(type(change).__name__, *change) for change in changes]).encode()
+
+
+def decode(message: bytes) -> list[Change]:
+    """Raises ValueError, KeyError or TypeError for what `encode` has not made."""
+    changes: list[Change] = [_KINDS[kind](*values) for kind, *values in json.loads(message)]
+    return [c._replace(spans=Spans(*map(tuple, c.spans))) if isinstance(c, Rows) else c for c in changes]
 
 
 @dataclass(slots=True)
@@ -88,3 +119,10 @@ class Report:
     """Prompts that are written, failed or dropped."""
     written: int = 0
     failed: int = 0
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Report:
+        return cls(**json.loads(message))

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import queue
 import subprocess
 import sys
 import threading
 import time
+from array import array
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 from eagle3_data.patches.sglang.arena import Arena, SharedBlock
 from eagle3_data.patches.sglang.copier import CopiedRows
 from eagle3_data.patches.sglang.dumps import DumpForm, write_error
-from eagle3_data.patches.sglang.messages import Abandon, Begin, Change, Close, Fail, Report, Rows, Setup
+from eagle3_data.patches.sglang.messages import Abandon, Begin, Change, Close, Fail, Report, Rows, Setup, encode
 from eagle3_data.patches.sglang.rows import Prompt
 from eagle3_data.protocol import DUMP_SUFFIX, DumpError, SpoolConfig
 
@@ -59,7 +59,7 @@ class Work:
     """One for each `Rows` in `changes`."""
 
     def rows(self, prompt: Prompt, start: int, copied: CopiedRows) -> None:
-        self._begin(prompt, prompt.ids.tobytes())
+        self._begin(prompt, prompt.ids)
         self.changes.append(Rows(prompt.number, start, copied.block.number, copied.spans))
         self.blocks.append(copied.block)
 
@@ -67,18 +67,18 @@ class Work:
         """The first reason stands."""
         if not prompt.over:
             prompt.over = True
-            self._begin(prompt, b"")
+            self._begin(prompt, array("i"))
             self.changes.append(Fail(prompt.number, reason, detail))
 
     def abandon(self, prompt: Prompt) -> None:
         prompt.over = True
         self.changes.append(Abandon(prompt.number))
 
-    def _begin(self, prompt: Prompt, ids: bytes) -> None:
+    def _begin(self, prompt: Prompt, ids: array[int]) -> None:
         """Once: a prompt that the process that writes has settled, unknown to us yet, must not begin again."""
         if not prompt.begun:
             prompt.begun = True
-            self.changes.append(Begin(prompt.number, prompt.rid, ids))
+            self.changes.append(Begin.of(prompt.number, prompt.rid, ids))
             self.begun.append(prompt)
 
 
@@ -167,16 +167,14 @@ class Writers:
                 self._sweep(swept)
 
     def _send_one(self, life: int, changes: list[Change], done: Any) -> None:
-        message = pickle.dumps(changes)  # while the batch is still at work
+        message = encode(changes)  # while the batch is still at work
         if done is not None:
             try:
                 done.synchronize()
             except RuntimeError as error:  # of the device: no memory comes back from it
                 logger.exception("eagle3-data: a batch's states did not come")
                 detail = f"{type(error).__name__}: {error}"
-                message = pickle.dumps(
-                    [Fail(c.number, "internal", detail) if isinstance(c, Rows) else c for c in changes]
-                )
+                message = encode([Fail(c.number, "internal", detail) if isinstance(c, Rows) else c for c in changes])
         with self._up:
             while self._connection is None and life == self._life and not self._closing:
                 self._up.wait()
@@ -201,7 +199,7 @@ class Writers:
         connection = self._connection
         while connection is not None:
             try:
-                self._note(pickle.loads(connection.recv_bytes()))
+                self._note(Report.decode(connection.recv_bytes()))
             except (EOFError, OSError):
                 connection = None if self._closing else self._died()
 
@@ -229,7 +227,7 @@ class Writers:
             environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # nothing is imported from the working directory
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=files, env=environment)
         try:
-            ours.send_bytes(pickle.dumps(self._setup))
+            ours.send_bytes(self._setup.encode())
             if not ours.poll(START_S):
                 raise TimeoutError(f"it said nothing for {START_S:.0f} s")
             ours.recv_bytes()  # its first report: it is ready

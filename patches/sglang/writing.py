@@ -11,17 +11,15 @@ import contextlib
 import logging
 import mmap
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from eagle3_data.patches.sglang.dumps import Dump
-from eagle3_data.patches.sglang.messages import Abandon, Begin, Change, Close, Fail, Report, Rows, Setup
+from eagle3_data.patches.sglang.messages import Abandon, Begin, Close, Fail, Report, Rows, Setup, decode
 from eagle3_data.patches.sglang.pool import WriterPool
 
 REPORT_S = 0.02
@@ -65,8 +63,7 @@ class Writing:
         """Until the scheduler closes, or is gone. Raises EOFError or OSError when it is gone."""
         self._send()  # the first report says that we are ready
         while True:
-            changes: list[Change] = pickle.loads(self._connection.recv_bytes())
-            for change in changes:
+            for change in decode(self._connection.recv_bytes()):
                 if isinstance(change, Close):
                     self._pool.close()
                     self._send()
@@ -87,7 +84,7 @@ class Writing:
     def _apply(self, change: Begin | Rows | Fail | Abandon) -> None:
         if isinstance(change, Begin):
             with self._lock:
-                self._dumps[change.number] = Dump(change.rid, array("i", change.ids), change.number)
+                self._dumps[change.number] = Dump(change.rid, change.ids_array(), change.number)
             return
         with self._lock:
             dump = self._dumps.get(change.number)
@@ -118,7 +115,7 @@ class Writing:
             with self._lock:
                 report, self._report = self._report, Report()
             report.written, report.failed = self._pool.written, self._pool.failed
-            self._connection.send_bytes(pickle.dumps(report))
+            self._connection.send_bytes(report.encode())
 
 
 def main() -> None:
@@ -127,7 +124,7 @@ def main() -> None:
     logging.basicConfig(format="%(levelname)s %(message)s")
     parent = os.getppid()
     connection = Connection(int(sys.argv[1]))
-    setup: Setup = pickle.loads(connection.recv_bytes())
+    setup = Setup.decode(connection.recv_bytes())
     with mmap.mmap(int(sys.argv[2]), setup.arena_bytes, prot=mmap.PROT_READ) as arena:
         writing = Writing(connection, setup, memoryview(arena))
         threading.Thread(target=writing.report_forever, args=(parent,), daemon=True).start()

@@ -203,7 +203,7 @@ def test_a_message_that_is_no_use_ends_the_process_and_not_the_capture(
     monkeypatch.setattr(writers_module, "RESTART_S", 0.1)
     server.batch((prompt("half", 9), 0, 4))
     assert server.writers._connection is not None
-    server.writers._connection.send_bytes(b"no pickle")
+    server.writers._connection.send_bytes(b"no message")
     assert server.error("half").reason == "internal"
     server.batch((prompt("next", 5), 0, 5))
     server.dump("next")
@@ -347,7 +347,7 @@ def test_the_working_directory_is_no_place_for_modules(
     monkeypatch.chdir(elsewhere)
     server = Server(tmp_path)
     server.batch((prompt("a", 5), 0, 5))
-    server.dump("a")
+    assert server.dump("a").exists()
     server.writers.close()
 
 

@@ -106,7 +106,10 @@ def encode(changes: Sequence[Change]) -> bytes:
 def decode(message: bytes) -> list[Change]:
     """Raises ValueError, KeyError or TypeError for what `encode` has not made."""
     changes: list[Change] = [_KINDS[kind](*values) for kind, *values in json.loads(message)]
-    return [c._replace(spans=Spans(*((start, end) for start, end in c.spans))) if isinstance(c, Rows) else c for c in changes]
+    return [
+        c._replace(spans=Spans(*((start, end) for start, end in c.spans))) if isinstance(c, Rows) else c
+        for c in changes
+    ]
 
 
 @dataclass(slots=True)

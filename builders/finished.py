@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from eagle3_data.builders.live import copy_rows, empty_sample, plan_fingerprint, stored_sample
-from eagle3_data.builders.samples.store import SampleStore
+from eagle3_data.builders.samples.store import STORE, SampleStore
 from eagle3_data.manifest import MANIFEST, Manifest
 from eagle3_data.protocol import IDS, MASK
 from eagle3_data.runlock import work_folder
@@ -21,7 +21,7 @@ from eagle3_data.shards.reader import ShardSet
 
 def is_finished(out: Path) -> bool:
     """Whether nothing is left to capture, and this machine still knows what was planned."""
-    here = (out / MANIFEST).exists() and (work_folder(out) / "samples.arrow").exists()
+    here = (out / MANIFEST).exists() and (work_folder(out) / STORE).exists()
     return here and Manifest.load(out).state == "complete"
 
 
@@ -31,10 +31,10 @@ class FinishedSamples:
     def __init__(self, out: Path) -> None:
         """Raises as `ShardSet.open` does."""
         self._shards = ShardSet.open(out)
-        self._store = SampleStore.open(work_folder(out) / "samples.arrow")
+        self._store = SampleStore.open(work_folder(out) / STORE)
         self._number = {key: number for number, key in enumerate(self._shards.keys)}
         self.tokens = self._store.tokens
-        self.keys = [self._store.row(row).key for row in range(len(self._store))]
+        self.keys = [sample.key for sample in self._store]
         manifest = self._shards.manifest
         self.fingerprint = plan_fingerprint(manifest)
         self.capture, self.alignment = manifest.spec, manifest.alignment
@@ -47,7 +47,7 @@ class FinishedSamples:
 
     def read(self, i: int, columns: Sequence[str] | None = None) -> dict[str, Tensor]:
         """As `LiveSamples.read`: one that was given up is zeros with an empty mask."""
-        names = tuple(columns or (name for name, _, _ in self.capture.tensors(1)))
+        names = self._shards.wanted(columns)
         number = self._number.get(self.keys[i])
         if set(names) <= {IDS, MASK}:
             return stored_sample(self._store, i, names, failed=number is None)
@@ -56,5 +56,9 @@ class FinishedSamples:
         return self._shards.read(number, names)
 
     def read_into(self, i: int, out: Mapping[str, Tensor]) -> None:
-        """As `ShardSet.read_into`."""
-        copy_rows(self.read(i, tuple(out)), out)
+        """As `ShardSet.read_into`, and by it where there are states."""
+        number = self._number.get(self.keys[i])
+        if number is None:
+            copy_rows(self.read(i, tuple(out)), out)
+        else:
+            self._shards.read_into(number, out)

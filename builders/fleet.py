@@ -28,7 +28,7 @@ from eagle3_data.builders.fleet_progress import FleetProgress
 from eagle3_data.builders.merge import merge_locked
 from eagle3_data.builders.plan import Plan, check_plan, written_bytes
 from eagle3_data.builders.resume import HEAD, make_fingerprint
-from eagle3_data.builders.samples.store import SampleStore, drops_path, record_path
+from eagle3_data.builders.samples.store import STORE, SampleStore, drops_path, record_path
 from eagle3_data.builders.settings import BuildConfig, BuildReport
 from eagle3_data.builders.stored import load_store, make_folder, parts_path, remember
 from eagle3_data.errors import BuildFailed, ConfigError
@@ -159,7 +159,7 @@ def _prepare(config: BuildConfig, folder: Path, index: int, count: int) -> PartJ
     """The part's folder with its settings and the samples, which were rendered once."""
     remember(_of_part(config, folder, index, count))
     source, target = work_folder(config.out), work_folder(folder)
-    samples = Path("samples.arrow")
+    samples = Path(STORE)
     for name in (samples, drops_path(samples), record_path(samples), Path("inputs.json")):
         old, new = source / name, target / name
         if not old.exists() or (new.exists() and new.samefile(old)):

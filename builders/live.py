@@ -115,7 +115,7 @@ class LiveSamples:
         self._sink: ShardSink = self._order.extractor.sink
         self._store = self._sink.store
         self.tokens = self._store.tokens
-        self.keys = [self._store.row(row).key for row in range(len(self._store))]
+        self.keys = [sample.key for sample in self._store]
         manifest = self._sink.manifest
         self.fingerprint = plan_fingerprint(manifest)
         self.capture: CaptureSpec = manifest.spec

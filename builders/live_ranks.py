@@ -28,7 +28,7 @@ from torch import Tensor
 
 from eagle3_data.builders.finished import FinishedSamples, is_finished
 from eagle3_data.builders.live import START_S, LiveSamples, copy_rows, empty_sample, stored_sample
-from eagle3_data.builders.samples.store import SampleStore
+from eagle3_data.builders.samples.store import STORE, SampleStore
 from eagle3_data.builders.settings import BuildConfig
 from eagle3_data.capture import Alignment, CaptureSpec
 from eagle3_data.errors import BuildFailed
@@ -155,9 +155,9 @@ class FarSamples:
         self.capture = CaptureSpec.from_dict(about["capture"])
         self.alignment: Alignment = about["alignment"]
         self._failed = set(about["failed"])
-        self._store = SampleStore.open(work_folder(out) / "samples.arrow")
+        self._store = SampleStore.open(work_folder(out) / STORE)
         self.tokens = self._store.tokens
-        self.keys = [self._store.row(row).key for row in range(len(self._store))]
+        self.keys = [sample.key for sample in self._store]
         self._sealed: dict[str, tuple[ShardSet, int]] = {}
         self._opening = threading.Lock()
 

@@ -14,7 +14,7 @@ from eagle3_data.builders.pool import FlowConfig
 from eagle3_data.builders.samples import prepare_samples
 from eagle3_data.builders.samples.files import read_files
 from eagle3_data.builders.samples.spec import SampleSpec
-from eagle3_data.builders.samples.store import SampleStore
+from eagle3_data.builders.samples.store import STORE, SampleStore
 from eagle3_data.builders.settings import BuildConfig
 from eagle3_data.errors import ConfigError
 from eagle3_data.hub.digest import file_xxh3
@@ -42,7 +42,7 @@ def load_store(config: BuildConfig, on_text: Callable[[str], None]) -> SampleSto
     Raises InputError for inputs that cannot be read, SampleError when nothing in them can be learnt.
     """
     folder = work_folder(config.out)
-    path, note = folder / "samples.arrow", folder / "inputs.json"
+    path, note = folder / STORE, folder / "inputs.json"
     inputs = describe_inputs(config)
     if path.exists() and note.exists() and json.loads(note.read_text()) == inputs:
         return SampleStore.open(path)

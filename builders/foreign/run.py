@@ -30,7 +30,7 @@ from eagle3_data.builders.samples.input import check_id
 from eagle3_data.builders.samples.policy import NOTHING, sample_digest
 from eagle3_data.builders.samples.rows import Chunk, Drop
 from eagle3_data.builders.samples.spec import SampleSpec
-from eagle3_data.builders.samples.store import Sample, SampleReport, SampleStore, SampleWriter
+from eagle3_data.builders.samples.store import STORE, Sample, SampleReport, SampleStore, SampleWriter
 from eagle3_data.builders.sink import ShardSink
 from eagle3_data.builders.stored import make_folder
 from eagle3_data.capture import CaptureSpec
@@ -89,7 +89,7 @@ def import_states(
 def _store(config: ImportConfig, source: Source, on_text: Callable[[str], None]) -> SampleStore:
     """Ids and masks of all files that can be read, in order; row number and file name go along."""
     folder = work_folder(config.out)
-    path, note = folder / "samples.arrow", folder / "inputs.json"
+    path, note = folder / STORE, folder / "inputs.json"
     # what `_row` keeps depends on the vocabulary, too
     files = stamps_of(source)
     inputs = {"form": source.form, "vocab_size": config.vocab_size, "files": files}

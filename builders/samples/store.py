@@ -27,6 +27,8 @@ from eagle3_data.builders.samples.spec import SampleSpec
 from eagle3_data.errors import ConfigError, InputError
 
 FORMAT = 1
+STORE = "samples.arrow"
+"""In a build's work folder."""
 
 SCHEMA = pa.schema(
     [

@@ -40,7 +40,6 @@ class Setup:
     spool: Path
     config: SpoolConfig
     form: DumpForm
-    arena_bytes: int
 
     def encode(self) -> bytes:
         return json.dumps({**asdict(self), "spool": str(self.spool)}).encode()
@@ -49,7 +48,7 @@ class Setup:
     def decode(cls, message: bytes) -> Setup:
         found = json.loads(message)
         form = {**found["form"], "layers": tuple(found["form"]["layers"])}
-        return cls(Path(found["spool"]), SpoolConfig(**found["config"]), DumpForm(**form), found["arena_bytes"])
+        return cls(Path(found["spool"]), SpoolConfig(**found["config"]), DumpForm(**form))
 
 
 class Begin(NamedTuple):

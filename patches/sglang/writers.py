@@ -99,7 +99,7 @@ class Writers:
 
     def __init__(self, spool: Path, config: SpoolConfig, form: DumpForm, arena: Arena) -> None:
         """Waits until the process is ready. Raises OSError when it cannot be started."""
-        self._setup, self._arena = Setup(spool, config, form, len(arena.memory)), arena
+        self._setup, self._arena = Setup(spool, config, form), arena
         self.counters = Counters()
         self._lock = threading.Lock()
         self._up = threading.Condition(self._lock)

@@ -125,7 +125,7 @@ def main() -> None:
     parent = os.getppid()
     connection = Connection(int(sys.argv[1]))
     setup = Setup.decode(connection.recv_bytes())
-    with mmap.mmap(int(sys.argv[2]), setup.arena_bytes, prot=mmap.PROT_READ) as arena:
+    with mmap.mmap(int(sys.argv[2]), 0, prot=mmap.PROT_READ) as arena:
         writing = Writing(connection, setup, memoryview(arena))
         threading.Thread(target=writing.report_forever, args=(parent,), daemon=True).start()
         with contextlib.suppress(EOFError, OSError):

@@ -52,7 +52,7 @@ def test_ids(values: array[int]) -> None:
 @pytest.mark.parametrize("layers", [(1, 29, 57), ()])
 def test_setup_and_report(layers: tuple[int, ...]) -> None:
     config = SpoolConfig(layers=layers or None, writers=7)
-    setup = Setup(Path("/a b/\u00e9"), config, DumpForm(layers, 7168, "bfloat16", "0f"), 1 << 40)
+    setup = Setup(Path("/a b/\u00e9"), config, DumpForm(layers, 7168, "bfloat16", "0f"))
     assert Setup.decode(setup.encode()) == setup
     report = Report([3, 3, 1], [2], 5, 6)
     assert Report.decode(report.encode()) == report

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from study import Served, Study, study_parser
+from study import Study, study_parser
 
 SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """What a layer adds to the residual stream comes out of these two products."""
@@ -53,8 +53,7 @@ def main() -> None:
     study = Study(options, "deeper")
     draft = study.work / "run.bf16" / "draft"
     study.model = deepen(study.model, options.layers)
-    served = [Served("plain"), Served("chain", draft), Served("long chain", draft, draft_tokens=options.ttt_steps - 1)]
-    evaluate = lambda: study.evaluate(*served, in_flight=options.evaluate_at, repeats=options.repeats)  # noqa: E731
+    evaluate = lambda: study.evaluate(*study.chains(draft), in_flight=options.evaluate_at, repeats=options.repeats)  # noqa: E731
     study.stage(f"evaluate {options.layers} layers", evaluate)
 
 

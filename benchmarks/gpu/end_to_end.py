@@ -82,12 +82,7 @@ def main() -> None:
     options = parser.parse_args()
     study = Study(options, "end_to_end")
     draft = study.work / "run.bf16" / "draft"
-    served = [
-        Served("plain"),
-        Served("chain", draft),
-        Served("long chain", draft, draft_tokens=options.ttt_steps - 1),
-        Served("tree", draft, tree=True),
-    ]
+    served = [*study.chains(draft), Served("tree", draft, tree=True)]
     study.stage("answer", lambda: answer(study))
     study.stage("build", lambda: capture(study, options.encodings.split(",")))
     study.stage("train", lambda: study.train(study.work / "data.bf16", "run.bf16"))

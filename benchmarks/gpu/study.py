@@ -79,6 +79,9 @@ def study_parser(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--batch-tokens", type=int, default=16384)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--heldout", type=int, default=256, help="held-out questions that are evaluated")
+    parser.add_argument(
+        "--chains", type=numbers, default=[3, 6, 10], help="draft tokens of the chains that are evaluated"
+    )
     parser.add_argument("--evaluate-at", type=numbers, default=[64, 1], help="requests in flight")
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="bfloat16 products measured on this card")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="folder for spools")
@@ -223,6 +226,10 @@ class Study:
         hidden.write_text("".join(json.dumps(row) + "\n" for row in self.heldout_rows[: self.options.heldout]))
         hidden.rename(path)
         return read_prompts(path, str(self.model), trust_remote_code=False, limit=None)
+
+    def chains(self, draft: Path) -> list[Served]:
+        """The target alone, and with the draft in chains."""
+        return [Served("plain"), *(Served(f"chain of {n}", draft, draft_tokens=n) for n in self.options.chains)]
 
     def evaluate(self, *served: Served, in_flight: list[int], repeats: int) -> dict[str, Any]:
         """Held-out questions, greedy, in a server for each of `served`: all of them up on one GPU, taking turns.

@@ -52,6 +52,7 @@ def overhead(rows: Rows) -> str:
                     *(latency, lag, str(failed), str(len(pairs))),
                 ]
             )
+    lines += [noted(row) for row in rows if "ratios" in row]
     head = [
         "prompt tokens",
         "in flight",
@@ -65,6 +66,16 @@ def overhead(rows: Rows) -> str:
     ]
     memory = [f"{row['mode']}: {row.get('plain_mib')} / {row['capture_mib']}" for row in rows if "capture_mib" in row]
     return table([*head, "rounds"], lines) + f"\nGPU memory, plain / capturing server, MiB: {'; '.join(memory)}.\n"
+
+
+def noted(row: dict[str, Any]) -> list[str]:
+    """A case of a run of which only the rounds' ratios are left."""
+    slower, lag = row.get("latency_p50_ratio"), row.get("lag_max_s")
+    return [
+        *(f"{row['tokens']:,}", str(row["in_flight"]), row["mode"], "", "", f"{statistics.median(row['ratios']):.3f}"),
+        *("" if slower is None else f"{slower - 1:+.1%}", "" if lag is None else f"{lag:.2f} s", ""),
+        str(len(row["ratios"])),
+    ]
 
 
 def architectures(rows: Rows) -> str:
